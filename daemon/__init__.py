@@ -1,0 +1,1 @@
+"""kvlogd: the process beside each inference server that publishes, follows and takes over sessions."""
