@@ -1,0 +1,3 @@
+"""kvlog: an event-sourced replication daemon for LLM KV caches (the library both sides share)."""
+
+__all__: list[str] = []

@@ -1,0 +1,81 @@
+"""Names for numbers and strings that must not be mixed up, and the checks on those that come from outside."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+from kvlog.errors import InvalidSessionId
+
+__all__ = [
+    "SESSION_ID_BYTES_MAX",
+    "Digest",
+    "Epoch",
+    "NodeId",
+    "Nonce",
+    "Offset",
+    "Partition",
+    "Position",
+    "Seq",
+    "SessionId",
+    "Shard",
+    "Turn",
+    "Writer",
+    "parse_session_id",
+]
+
+SessionId = NewType("SessionId", str)
+"""One conversation; UTF-8, 1 to 256 bytes, no control characters. Made only by `parse_session_id`."""
+
+NodeId = NewType("NodeId", str)
+"""A node's name in the cluster, set by the operator."""
+
+Epoch = NewType("Epoch", int)
+"""The high watermark that a claimer read just before claiming, plus one; from 1. 0: no claim known."""
+
+Offset = NewType("Offset", int)
+"""A record's place in its partition, from 0."""
+
+Partition = NewType("Partition", int)
+"""A partition's index, from 0."""
+
+Seq = NewType("Seq", int)
+"""Number of a Delta, Truncate or End within (session, epoch), over all shards, from 0, without a hole."""
+
+Position = NewType("Position", int)
+"""A token's place in its session, from 0."""
+
+Shard = NewType("Shard", int)
+"""A tensor-parallel rank's index within a session, from 0."""
+
+Turn = NewType("Turn", int)
+"""One request that may write a session, numbered by its daemon from 1; numbers restart with the daemon."""
+
+Writer = NewType("Writer", bytes)
+"""16 random bytes: the incarnation of the process that claimed."""
+
+Nonce = NewType("Nonce", bytes)
+"""16 random bytes: one claim."""
+
+Digest = NewType("Digest", bytes)
+"""16 bytes that stand for a model, a weight version or a context (see checksums.digest)."""
+
+SESSION_ID_BYTES_MAX = 256
+
+
+def parse_session_id(text: str) -> SessionId:
+    """Check a session id that came from outside.
+
+    Raises:
+        InvalidSessionId: empty, over 256 UTF-8 bytes, not encodable, or with control characters; send another id.
+    """
+    if not text:
+        raise InvalidSessionId(problem="it is empty")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidSessionId(problem="it has a lone surrogate, which is not UTF-8") from None
+    if size > SESSION_ID_BYTES_MAX:
+        raise InvalidSessionId(problem=f"it is {size} bytes long, {SESSION_ID_BYTES_MAX} is the most")
+    if any(not c.isprintable() for c in text):
+        raise InvalidSessionId(problem="it has a character that cannot be printed")
+    return SessionId(text)
