@@ -1,0 +1,38 @@
+# make check: before a commit, two minutes. make test: everything. Each makes the virtual environment when it must.
+SHELL := /bin/bash
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+ARGS ?=
+SEED ?= 1
+QUICK := not kafka and not gpu and not e2e and not slow and not model
+
+.PHONY: help venv lint check cover test test-gpu demo bench sim soak fmt clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -E '^[a-z-]+:.* ## ' $(MAKEFILE_LIST) | sed -E 's/:.* ## /\t/' | expand -t 12
+$(STAMP): pyproject.toml constraints.txt .ci/venv ; @.ci/venv $(VENV)
+venv: $(STAMP) ## the virtual environment, with the pinned versions
+lint: $(STAMP) ## ruff and mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+check: lint ## lint, and every test that needs no broker, engine or model (two minutes)
+	@$(BIN)/pytest -q -m "$(QUICK)" $(ARGS)
+cover: $(STAMP) ## branch coverage of kvlog/core and kvlog/wire by their own tests: must be 100 %
+	@$(BIN)/pytest -q -m "$(QUICK)" --cov --cov-report=term-missing tests/unit tests/property tests/golden
+test: lint cover ## everything; tests that lack a broker or a device skip and say so
+	@$(BIN)/pytest --durations=25 $(ARGS)
+test-gpu: $(STAMP) ## the tests that need a CUDA device
+	@$(BIN)/pytest -m gpu $(ARGS)
+demo: $(STAMP) ## an answer that survives kill -9 (ARGS=--help for more)
+	@$(BIN)/kvlog demo $(ARGS)
+bench: $(STAMP) ## the benchmarks
+	@$(BIN)/python -m tests.bench $(ARGS)
+sim: $(STAMP) ## one simulated schedule with faults (SEED=), or many (ARGS=)
+	@$(BIN)/python -m tests.sim --seed $(SEED) $(ARGS)
+soak: $(STAMP) ## daemons, engines and faults for as long as ARGS say
+	@$(BIN)/python -m tests.bench.soak $(ARGS)
+fmt: $(STAMP) ## format, and fix what ruff can fix
+	@$(BIN)/ruff check --fix-only -q . ; $(BIN)/ruff format .
+clean: ## remove the virtual environment and every cache
+	@rm -rf $(VENV) build dist .run .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
