@@ -1,13 +1,15 @@
 """The next token from logits: greedy, or drawn by a counter, so that a resumed request needs no hidden state.
 
-The k-th draw of a request is a function of (seed, k, logits, options) and of nothing else: there is no generator whose
-state would have to travel with the session. A node that takes over needs the seed and the number of tokens drawn.
+The k-th draw of a request is a function of (seed, k, logits, options) and of nothing else: there is no
+generator whose state would have to travel with the session. A node that takes over needs the seed and the
+number of tokens drawn.
 
-Strategy: softmax in float64 relative to the largest logit; top_k first, then top_p over what top_k left, as vLLM does;
-then the inverse of the cumulative weights at one uniform number. The weights are never sorted as a whole: 49,152
-float64 take 6 ms to sort and 0.7 ms to partition. Equal logits on two nodes give equal tokens; logits that differ by
-rounding do so unless the draw falls between two sums that are about 1e-7 apart.
-Source: Philox4x64-10 of J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, as numpy has it.
+Strategy: softmax in float64 relative to the largest logit; top_k first, then top_p over what top_k left, as
+vLLM does; then the inverse of the cumulative weights at one uniform number. The weights are never sorted as a
+whole: 49,152 float64 take 6 ms to sort and 0.7 ms to partition. Equal logits on two nodes give equal tokens;
+logits that differ by rounding do so unless the draw falls between two sums that are about 1e-7 apart.
+Source: Philox4x64-10 of J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, as numpy
+has it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ SEED_END = 1 << 63
 """Seeds are below this: the positive range of the 64-bit integers that HTTP clients send."""
 
 _FIRST_CANDIDATES = 64
-"""Tokens looked at first for top_p; eight times more at each next try, so the whole vocabulary by the fifth."""
+"""Tokens looked at first for top_p; eight times more at each next try, so 262,144 at the fifth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +75,19 @@ class Sampler:
             draw: number of tokens that this request has drawn before, from 0.
 
         Raises:
-            LocalProtocolError: the logits hold NaN or +inf, or forbid every token: the model's output is broken.
+            LocalProtocolError: the logits hold NaN or +inf, or forbid every token: the model is broken.
         """
         assert logits.ndim == 1, "logits of one position"
         top = float(logits.max())
         if not math.isfinite(top):
-            raise LocalProtocolError(parameter="logits", value=top, send="finite logits, -inf for forbidden tokens")
+            raise LocalProtocolError(
+                parameter="logits", value=top, send="finite logits, -inf for forbidden tokens"
+            )
         if self.temperature == 0:
             return int(logits.argmax())
-        with np.errstate(over="ignore", under="ignore"):  # a tiny temperature: all but the best go to weight 0
+        with np.errstate(
+            over="ignore", under="ignore"
+        ):  # a tiny temperature: all but the best go to weight 0
             weights = np.exp((logits.astype(np.float64) - top) / self.temperature)
         return self._pick_by_weight(weights, _uniform(seed=self.seed, draw=draw))
 

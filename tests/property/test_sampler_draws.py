@@ -23,7 +23,7 @@ _SAMPLERS = st.builds(
 
 
 def _allowed(logits: np.ndarray, sampler: Sampler) -> set[int]:
-    """The tokens that may be drawn, by sorting everything; those within rounding of top_p's edge are allowed too."""
+    """The tokens that may be drawn, by sorting everything; those within rounding of top_p's edge too."""
     weights = np.exp((logits.astype(np.float64) - logits.max()) / sampler.temperature)
     ids = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
     if sampler.top_k:
@@ -31,12 +31,16 @@ def _allowed(logits: np.ndarray, sampler: Sampler) -> set[int]:
     before = np.concatenate([[0], np.cumsum(weights[ids])])[:-1]
     total = weights[ids].sum()
     return {
-        token for token, sum_before in zip(ids, before, strict=True) if sum_before < sampler.top_p * total * (1 + 1e-12)
+        token
+        for token, sum_before in zip(ids, before, strict=True)
+        if sum_before < sampler.top_p * total * (1 + 1e-12)
     }
 
 
 @given(_LOGITS, _SAMPLERS, st.integers(0, 1 << 40))
-def test_pick_of_any_logits_is_allowed_and_repeatable(values: list[float], sampler: Sampler, draw: int) -> None:
+def test_pick_of_any_logits_is_allowed_and_repeatable(
+    values: list[float], sampler: Sampler, draw: int
+) -> None:
     """Every draw is a token that top_k and top_p leave, of weight above 0, and the same one each time."""
     logits = np.array(values, dtype=np.float32)
     token = sampler.pick(logits, draw)

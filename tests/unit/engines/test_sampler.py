@@ -30,7 +30,12 @@ def _philox4x64_10(counter: list[int], key: list[int]) -> list[int]:
     mask = (1 << 64) - 1
     for _ in range(10):
         low, high = 0xD2E7470EE14C6C93 * counter[0], 0xCA5A826395121157 * counter[2]
-        counter = [(high >> 64) ^ counter[1] ^ key[0], high & mask, (low >> 64) ^ counter[3] ^ key[1], low & mask]
+        counter = [
+            (high >> 64) ^ counter[1] ^ key[0],
+            high & mask,
+            (low >> 64) ^ counter[3] ^ key[1],
+            low & mask,
+        ]
         key = [(key[0] + 0x9E3779B97F4A7C15) & mask, (key[1] + 0xBB67AE8584CAA73B) & mask]
     return counter
 
@@ -50,7 +55,10 @@ def test_pick_draws_in_any_order_are_equal() -> None:
     logits = np.random.default_rng(1).normal(size=300).astype(np.float32)
     sampler = Sampler(temperature=0.9, top_k=40, top_p=0.95, seed=5)
     forward = [sampler.pick(logits, draw) for draw in range(40)]
-    backward = [Sampler(temperature=0.9, top_k=40, top_p=0.95, seed=5).pick(logits, draw) for draw in range(39, -1, -1)]
+    backward = [
+        Sampler(temperature=0.9, top_k=40, top_p=0.95, seed=5).pick(logits, draw)
+        for draw in range(39, -1, -1)
+    ]
     assert forward == backward[::-1]
     assert len(set(forward)) > 5
 
@@ -67,7 +75,9 @@ def test_pick_with_another_seed_draws_other_tokens() -> None:
 
 def test_pick_with_top_k_one_is_greedy() -> None:
     """One candidate leaves nothing to draw."""
-    assert {2} == {Sampler(temperature=5, top_k=1, seed=9).pick(_logits(0, 1, 5, 5), draw) for draw in range(20)}
+    assert {2} == {
+        Sampler(temperature=5, top_k=1, seed=9).pick(_logits(0, 1, 5, 5), draw) for draw in range(20)
+    }
 
 
 def test_pick_with_top_k_and_ties_keeps_the_lowest_ids() -> None:
@@ -86,7 +96,9 @@ def test_pick_with_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
 def test_pick_with_top_k_and_top_p_takes_the_share_of_what_top_k_left() -> None:
     """Shares 0.4, 0.3, 0.3 cut to two are 4/7 and 3/7, so 0.5 of them needs only the first."""
     logits = np.log(np.array([0.4, 0.3, 0.3])).astype(np.float32)
-    assert {0} == {Sampler(temperature=1, top_k=2, top_p=0.5, seed=3).pick(logits, draw) for draw in range(100)}
+    assert {0} == {
+        Sampler(temperature=1, top_k=2, top_p=0.5, seed=3).pick(logits, draw) for draw in range(100)
+    }
 
 
 def test_pick_with_top_p_over_a_flat_vocabulary_looks_past_the_first_candidates() -> None:
