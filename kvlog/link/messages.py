@@ -1,0 +1,342 @@
+"""The messages between an engine and its daemon, as values and as bytes.
+
+One message on the socket:
+
+    0        4                 4 + length
+    ┌────────┬──────────────────┐
+    │ length │ msgpack array    │
+    └────────┴──────────────────┘
+    length: u32 little-endian, bytes of the array, 1 ≤ length ≤ control_message_bytes
+    array:  [kind, field, field, …] in the order of the dataclass, no field optional
+
+The first message of an engine is Hello, the daemon's answer is Welcome (with three file descriptors: ring,
+pool read-only, doorbell) or Rejected. `[1, protocol, …]` and `[18, reason, hint]` keep their places in every
+protocol version, so that two builds can tell each other why they do not talk.
+
+Decoding is strict: an unknown kind, a missing or surplus field, a wrong type or a value out of range is a
+DecodeError, and whoever gets one closes the link.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, NewType
+
+from kvlog.ids import Digest, Epoch, NodeId, Position, SessionId, Shard, Turn
+from kvlog.limits import DEFAULT, Limits
+
+if TYPE_CHECKING:
+    from kvlog.layout import Identity
+    from kvlog.modes import SyncMode
+
+__all__ = [
+    "DIGEST_NONE",
+    "PROTOCOL",
+    "Acked",
+    "AttachBlock",
+    "CloseTurn",
+    "EndedReason",
+    "Forget",
+    "FromDaemon",
+    "FromEngine",
+    "Hello",
+    "OpenTurn",
+    "Ping",
+    "Pong",
+    "RejectReason",
+    "Rejected",
+    "Release",
+    "RequestNumber",
+    "TurnEnded",
+    "TurnFenced",
+    "TurnOpened",
+    "TurnUnlogged",
+    "UnloggedReason",
+    "Welcome",
+    "attach_rows_max",
+    "pack_tokens",
+    "unpack_checksums",
+    "unpack_tokens",
+]
+
+PROTOCOL = 1
+"""The version that this build speaks; there is no negotiation, engine and daemon are upgraded together."""
+
+DIGEST_NONE = Digest(bytes(16))
+"""The context of a request without LoRA, media or salt."""
+
+RequestNumber = NewType("RequestNumber", int)
+"""Pairs an OpenTurn with its answer; numbered by the engine, unique on one link."""
+
+# A TurnOpened costs 8 bytes a checksum and at most 8 bytes a block, which holds at least one row; 1 KiB for the
+# rest.
+_ATTACH_BYTES_A_ROW = 16
+_ATTACH_BYTES_FIXED = 1024
+
+
+class RejectReason(StrEnum):
+    """Why a daemon does not take an engine."""
+
+    OTHER_PROTOCOL = "other_protocol"
+    IDENTITY = "identity"
+    ROW_TOO_LARGE = "row_too_large"
+    OVERLOADED = "overloaded"
+    STOPPING = "stopping"
+
+
+class UnloggedReason(StrEnum):
+    """Why a turn is served without being logged; from NO_LINK on, the engine's side says so itself."""
+
+    BUSY = "busy"
+    """Another turn of the session is open on this node."""
+    FENCED = "fenced"
+    """Another node owns the session and was not willing, or won the claim."""
+    CLAIM_TIMEOUT = "claim_timeout"
+    """The claim was not read back in time; the engine asks again."""
+    LOG_UNAVAILABLE = "log_unavailable"
+    """The log cannot be reached; the engine asks again."""
+    NOT_SUPPORTED = "not_supported"
+    """Too long, too many turns, or a weight version of which this engine is not."""
+    STOPPING = "stopping"
+    """The daemon is about to stop; the engine asks again after it has reconnected."""
+    NO_LINK = "no_link"
+    """There is no daemon; the engine asks again after it has connected."""
+    NO_ANSWER = "no_answer"
+    """The daemon did not answer in time; the engine asks again."""
+    NO_SESSION = "no_session"
+    """The request does not want to be logged."""
+
+    @property
+    def passes(self) -> bool:
+        """It may pass while the request runs, so that asking again is worth while."""
+        return self in _PASSING
+
+
+_PASSING = frozenset(
+    {
+        UnloggedReason.CLAIM_TIMEOUT,
+        UnloggedReason.LOG_UNAVAILABLE,
+        UnloggedReason.STOPPING,
+        UnloggedReason.NO_LINK,
+        UnloggedReason.NO_ANSWER,
+    },
+)
+
+
+class EndedReason(StrEnum):
+    """Why a daemon gave an open turn up."""
+
+    OUTCOME_UNKNOWN = "outcome_unknown"
+    """An append may or may not be in the log; the engine opens the turn anew."""
+    BROKEN = "broken"
+    """Its own record was refused as Gap or Diverged; the engine opens the turn anew."""
+    HANDED_OVER = "handed_over"
+    """The session was given to another node while the request ran; stays unlogged."""
+    RING_CORRUPT = "ring_corrupt"
+    """The ring's bytes could not be read; the link is about to close."""
+    ROWS_REFUSED = "rows_refused"
+    """Entries of this turn did not continue it; stays unlogged."""
+
+    @property
+    def passes(self) -> bool:
+        """The engine may open the turn anew."""
+        return self in {EndedReason.OUTCOME_UNKNOWN, EndedReason.BROKEN, EndedReason.RING_CORRUPT}
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """An engine process introduces itself; the first message on every link.
+
+    Args:
+        protocol: PROTOCOL of its build.
+        engine: its kind and version, for people: `transformers 5.19`.
+        pid: as it sees itself (in its own pid namespace).
+        identity: what its cache's bytes are.
+        shard: its tensor-parallel rank, 0 ≤ shard < identity.shards.
+    """
+
+    protocol: int
+    engine: str
+    pid: int
+    identity: Identity
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTurn:
+    """Asks for a turn of a session: to attach what is known of it, and to log what is new.
+
+    Args:
+        request: pairs it with the answer.
+        session: checked by `parse_session_id`.
+        tokens: all token ids known so far, u32 little-endian; see `pack_tokens`.
+        context: LoRA, media, salt; DIGEST_NONE without.
+        mode: None: the daemon's setting.
+        wait_ms: how long the daemon may try to become primary before it answers CLAIM_TIMEOUT.
+    """
+
+    request: RequestNumber
+    session: SessionId
+    tokens: bytes
+    context: Digest
+    mode: SyncMode | None
+    wait_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseTurn:
+    """The request is over; `length` is the end of the last row that was written to the ring, or log_from."""
+
+    turn: Turn
+    length: Position
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The blocks that came with TurnOpened have been copied; they may be used again."""
+
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """End the session for good, everywhere."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Are you there?"""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The daemon takes the engine; three file descriptors travel with it: ring, pool (read-only), doorbell.
+
+    Args:
+        protocol: PROTOCOL.
+        incarnation: 16 random bytes of the daemon's process.
+        node: its name.
+        ring_bytes: size of the ring's memory.
+        pool_bytes: size of the pool's memory that is shared; 0: nothing can be attached.
+        block_bytes: size of one block of the pool.
+        blocks: number of blocks.
+        device: where the pool's blocks are: `cpu`, or `cuda:N` (the shared memory is then its staging area).
+    """
+
+    protocol: int
+    incarnation: bytes
+    node: NodeId
+    ring_bytes: int
+    pool_bytes: int
+    block_bytes: int
+    blocks: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The daemon does not take the engine and closes the link; `hint` says what to do."""
+
+    reason: RejectReason
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttachBlock:
+    """One pinned block: its index in the pool, and how many rows from its slot 0 belong to the attach."""
+
+    index: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOpened:
+    """This node is primary of the session and the turn may be logged.
+
+    Args:
+        request: of the OpenTurn that it answers.
+        turn: goes into every ring entry.
+        epoch: goes into every ring entry.
+        log_from: rows from here on are to be written to the ring; rows below are in the log already.
+        attach_length: rows that can be attached, from position 0; 0 ≤ attach_length.
+        row_bytes: size of one row in the blocks.
+        blocks: pinned until Release or the link's end; in order, together attach_length rows.
+        row_checksums: xxh3_64 of each attached row, u64 little-endian; see `unpack_checksums`.
+    """
+
+    request: RequestNumber
+    turn: Turn
+    epoch: Epoch
+    log_from: Position
+    attach_length: Position
+    row_bytes: int
+    blocks: tuple[AttachBlock, ...]
+    row_checksums: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TurnUnlogged:
+    """The request is to be served without being logged; `detail` is for people."""
+
+    request: RequestNumber
+    reason: UnloggedReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFenced:
+    """Another node took the session over: end the request at once, emit nothing more."""
+
+    session: SessionId
+    turn: Turn
+    epoch: Epoch
+    newer_epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Acked:
+    """The log holds the turn's rows up to `length`, read back by the daemon's own fold."""
+
+    turn: Turn
+    length: Position
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnded:
+    """The daemon gave the turn up; its further rows are dropped."""
+
+    turn: Turn
+    reason: EndedReason
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """The answer to Ping."""
+
+
+FromEngine = Hello | OpenTurn | CloseTurn | Release | Forget | Ping
+FromDaemon = Welcome | Rejected | TurnOpened | TurnUnlogged | TurnFenced | Acked | TurnEnded | Pong
+
+
+def attach_rows_max(limits: Limits = DEFAULT) -> int:
+    """The most rows that one TurnOpened can hand out, whatever the block size; a longer attach is cut to it."""
+    return (limits.control_message_bytes - _ATTACH_BYTES_FIXED) // _ATTACH_BYTES_A_ROW
+
+
+def pack_tokens(tokens: list[int] | tuple[int, ...]) -> bytes:
+    """Token ids as u32 little-endian."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def unpack_tokens(data: bytes) -> tuple[int, ...]:
+    """Token ids of an OpenTurn; the decoder has checked that they are whole."""
+    return struct.unpack(f"<{len(data) // 4}I", data)
+
+
+def unpack_checksums(data: bytes) -> tuple[int, ...]:
+    """Row checksums of a TurnOpened; the decoder has checked that they are whole."""
+    return struct.unpack(f"<{len(data) // 8}Q", data)
