@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PRODUCTION", "ROOT", "Import", "Module", "Tree", "example", "imports", "real_tree"]
+__all__ = ["PACKAGES", "PRODUCTION", "ROOT", "Import", "Module", "Tree", "example", "imports", "real_tree"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCTION = ("kvlog", "daemon", "consumers")
