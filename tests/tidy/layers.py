@@ -102,7 +102,9 @@ def _is_ours(found: Import) -> bool:
 
 
 def _is_package(found: Import) -> bool:
-    backport = found.top == "typing_extensions" and found.for_types_only  # of a later standard library; never loaded
+    backport = (
+        found.top == "typing_extensions" and found.for_types_only
+    )  # of a later standard library; never loaded
     return found.top not in sys.stdlib_module_names and not _is_ours(found) and not backport
 
 
@@ -177,7 +179,8 @@ def undeclared_packages(tree: Tree, declared: Mapping[str, Iterable[str]]) -> li
         if module.is_production
         for found in imports(module, tree)
         if _is_package(found)
-        and not wanted[module.name.split(".")[0]] & {_normal(name) for name in known.get(found.top, [found.top])}
+        and not wanted[module.name.split(".")[0]]
+        & {_normal(name) for name in known.get(found.top, [found.top])}
     ]
 
 

@@ -31,8 +31,29 @@ VAGUE = {"util", "utils", "common", "helper", "helpers", "misc", "manager", "man
 
 PURE_LAYERS = {"first row", "wire", "core"}
 IMPURE_MODULES = {
-    *("asyncio", "concurrent", "datetime", "importlib", "logging", "multiprocessing", "os", "pathlib", "random"),
-    *("secrets", "select", "selectors", "shutil", "signal", "socket", "sqlite3", "subprocess", "sys", "tempfile"),
+    *(
+        "asyncio",
+        "concurrent",
+        "datetime",
+        "importlib",
+        "logging",
+        "multiprocessing",
+        "os",
+        "pathlib",
+        "random",
+    ),
+    *(
+        "secrets",
+        "select",
+        "selectors",
+        "shutil",
+        "signal",
+        "socket",
+        "sqlite3",
+        "subprocess",
+        "sys",
+        "tempfile",
+    ),
     *("threading", "time", "uuid"),
 }
 # A compressor's context belongs to one thread; which one changes no byte.
@@ -81,14 +102,18 @@ def _too_large(module: Module) -> Iterator[str]:
             yield f":{function.lineno} {function.name} takes {count} parameters, more than {PARAMETERS_MAX}"
     for node in ast.walk(module.tree):
         if isinstance(node, ast.ClassDef) and module.is_production:
-            methods = [inner for inner in node.body if isinstance(inner, Function) and _is_public_method(inner)]
+            methods = [
+                inner for inner in node.body if isinstance(inner, Function) and _is_public_method(inner)
+            ]
             if len(methods) > PUBLIC_METHODS_MAX:
                 yield f":{node.lineno} {node.name} has {len(methods)} public methods, more than {PUBLIC_METHODS_MAX}"
 
 
 def _is_public_method(function: Function) -> bool:
     """Says whether this is a verb of its class; a property is a noun, and is read like an attribute."""
-    return function.name[0] != "_" and not any("property" in ast.unparse(name) for name in function.decorator_list)
+    return function.name[0] != "_" and not any(
+        "property" in ast.unparse(name) for name in function.decorator_list
+    )
 
 
 def _parameters(function: Function) -> list[str]:

@@ -113,7 +113,11 @@ def _imports(module: Module, tree: Tree) -> Iterator[Import]:
 
 
 def _nodes_for_types_only(tree: ast.Module) -> set[ast.AST]:
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    blocks = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
     return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
 
 

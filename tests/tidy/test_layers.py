@@ -51,9 +51,17 @@ def test_imports_of_the_tree_are_declared() -> None:
         ("kvlog__errors", "import kvlog.core.fold", "first row may not import kvlog.core.fold (core)"),
         ("kvlog__wire__frame", "import torch", "wire may not import the package torch"),
         ("kvlog__log__topics", "import aiokafka", "only kvlog.log.kafka* may import aiokafka"),
-        ("kvlog__buffers__ring", "import torch", "only kvlog.buffers.pool* and kvlog.engines.* may import torch"),
+        (
+            "kvlog__buffers__ring",
+            "import torch",
+            "only kvlog.buffers.pool* and kvlog.engines.* may import torch",
+        ),
         ("kvlog__link__server", "from kvlog.log import base", "link may not import kvlog.log (log)"),
-        ("kvlog__engines__vllm", "import transformers", "only kvlog.engines.transformers* may import transformers"),
+        (
+            "kvlog__engines__vllm",
+            "import transformers",
+            "only kvlog.engines.transformers* may import transformers",
+        ),
         ("kvlog__engines__base", "import aiokafka", "engines may not import the package aiokafka"),
         ("kvlog__engines__base", "from kvlog.core import fold", "engines may not import kvlog.core (core)"),
         ("daemon__wiring", "import kvlog.engines.base", "daemon may not import kvlog.engines.base (engines)"),
@@ -61,7 +69,11 @@ def test_imports_of_the_tree_are_declared() -> None:
         ("consumers__lag", "from daemon import settings", "consumers may not import daemon (daemon)"),
         ("consumers__lag", "import tests.sim", "consumers may not import tests.sim (no layer)"),
         ("kvlog__extras__thing", "import json", "is in no layer of tests/tidy/layers.py"),
-        ("kvlog__errors", "import typing_extensions", "first row may not import the package typing_extensions"),
+        (
+            "kvlog__errors",
+            "import typing_extensions",
+            "first row may not import the package typing_extensions",
+        ),
     ],
 )
 def test_forbidden_import_is_found(path: str, text: str, complaint: str) -> None:
@@ -108,7 +120,10 @@ def test_forbidden_package_is_found_through_an_init() -> None:
     )
     found = transitive_imports(tree)
     assert "kvlog/core/fold.py reaches kvlog.wire.header (wire), which core may not" in found
-    assert "kvlog/core/fold.py reaches the package msgpack through kvlog.wire.header, which core may not" in found
+    assert (
+        "kvlog/core/fold.py reaches the package msgpack through kvlog.wire.header, which core may not"
+        in found
+    )
 
 
 def test_forbidden_layer_is_found_two_steps_away() -> None:
@@ -120,7 +135,10 @@ def test_forbidden_layer_is_found_two_steps_away() -> None:
     )
     found = transitive_imports(tree)
     assert "kvlog/engines/base.py reaches kvlog.log.kafka (log), which engines may not" in found
-    assert "kvlog/engines/base.py reaches the package aiokafka through kvlog.log.kafka, which engines may not" in found
+    assert (
+        "kvlog/engines/base.py reaches the package aiokafka through kvlog.log.kafka, which engines may not"
+        in found
+    )
 
 
 def test_undeclared_package_is_found() -> None:

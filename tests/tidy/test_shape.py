@@ -55,7 +55,10 @@ def test_python_files_of_the_tree_are_in_the_packages() -> None:
     [
         ("x = 1\n" * 501, "kvlog/a.py has 501 lines, more than 500"),
         ("def f():\n" + "    x = 1\n" * 70, "kvlog/a.py:1 f has 71 lines, more than 70"),
-        ("class C:\n  async def f(self, a, b, /, c, *, d, e, f): ...", "kvlog/a.py:2 f takes 6 parameters, more than 5"),
+        (
+            "class C:\n  async def f(self, a, b, /, c, *, d, e, f): ...",
+            "kvlog/a.py:2 f takes 6 parameters, more than 5",
+        ),
         (
             "class C:\n" + "".join(f"    def m{n}(self): ...\n" for n in range(13)),
             "kvlog/a.py:1 C has 13 public methods, more than 12",
@@ -73,7 +76,8 @@ def test_large_thing_is_found(text: str, complaint: str) -> None:
         "x = 1\n" * 500,
         "def f():\n" + "    x = 1\n" * 69,
         "class C:\n  def f(self, a, b, /, c, *, d, e): ...",
-        "class C:\n" + "".join(f"    def m{n}(self): ...\n    def _p{n}(self): ...\n" for n in range(12))
+        "class C:\n"
+        + "".join(f"    def m{n}(self): ...\n    def _p{n}(self): ...\n" for n in range(12))
         + "    @property\n    def p(self): ...\n",
     ],
 )
@@ -82,7 +86,9 @@ def test_thing_at_the_limit_is_not_found(text: str) -> None:
     assert sizes(example(kvlog__a=text)) == []
 
 
-@pytest.mark.parametrize("path", ["kvlog/utils", "daemon/kafka_helpers", "tests/common/x", "consumers/lag_manager"])
+@pytest.mark.parametrize(
+    "path", ["kvlog/utils", "daemon/kafka_helpers", "tests/common/x", "consumers/lag_manager"]
+)
 def test_vague_file_name_is_found(path: str) -> None:
     """A vague word anywhere in a file's or folder's name is refused."""
     assert file_names(example(**{path.replace("/", "__"): ""})) == [f"{path}.py: name it by the noun in it"]
@@ -117,7 +123,9 @@ def test_impurity_in_core_is_found(text: str, complaint: str) -> None:
 
 def test_impurity_in_other_pure_layers_is_found() -> None:
     """First row and wire are as pure as the cores; buffers are synchronous only."""
-    tree = example(kvlog__ids="import uuid", kvlog__wire__cut="import os", kvlog__buffers__ring="async def f(): ...")
+    tree = example(
+        kvlog__ids="import uuid", kvlog__wire__cut="import os", kvlog__buffers__ring="async def f(): ..."
+    )
     assert impure(tree) == [
         "kvlog/ids.py:1 first row may not import uuid",
         "kvlog/wire/cut.py:1 wire may not import os",
@@ -138,7 +146,11 @@ def test_clock_in_a_shell_is_not_found() -> None:
         ("daemon__service", "import asyncio\nasyncio.create_task(x)", "asyncio.create_task"),
         ("daemon__service", "from asyncio import gather", "asyncio.gather"),
         ("daemon__service", "from multiprocessing import shared_memory", "multiprocessing.shared_memory"),
-        ("daemon__service", "from multiprocessing.shared_memory import SharedMemory", "multiprocessing.shared_memory"),
+        (
+            "daemon__service",
+            "from multiprocessing.shared_memory import SharedMemory",
+            "multiprocessing.shared_memory",
+        ),
     ],
 )
 def test_banned_name_is_found(path: str, text: str, name: str) -> None:
