@@ -84,7 +84,9 @@ class InvalidSessionId(LocalProtocolError):
 class RowTooLarge(LocalProtocolError):
     """One position's bytes do not fit into one record (fields: row_bytes, record_bytes_max)."""
 
-    hint = "Raise log.max_record_bytes and the topic's max.message.bytes above the row size, or use more shards."
+    hint = (
+        "Raise log.max_record_bytes and the topic's max.message.bytes above the row size, or use more shards."
+    )
 
 
 class LayoutMismatch(LocalProtocolError):

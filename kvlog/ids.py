@@ -7,6 +7,10 @@ from typing import NewType
 from kvlog.errors import InvalidSessionId
 
 __all__ = [
+    "FIRST_OFFSET",
+    "FIRST_POSITION",
+    "FIRST_SEQ",
+    "NO_EPOCH",
     "SESSION_ID_BYTES_MAX",
     "Digest",
     "Epoch",
@@ -58,6 +62,11 @@ Nonce = NewType("Nonce", bytes)
 
 Digest = NewType("Digest", bytes)
 """16 bytes that stand for a model, a weight version or a context (see checksums.digest)."""
+
+NO_EPOCH = Epoch(0)
+FIRST_OFFSET = Offset(0)
+FIRST_SEQ = Seq(0)
+FIRST_POSITION = Position(0)
 
 SESSION_ID_BYTES_MAX = 256
 

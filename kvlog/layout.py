@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from kvlog.ids import Digest
+if TYPE_CHECKING:
+    from kvlog.ids import Digest
 
 __all__ = ["DTYPE_BYTES", "DType", "Identity", "Layout"]
 

@@ -26,7 +26,9 @@ class Limits:
         shards: tensor-parallel ranks of one session.
         sessions_a_partition: fold states kept; past it the least recently used idle one is dropped.
         reread_attempts: how often a record that breaks a session is read again before that is believed.
+        reread_records: how far back a re-read goes at most, in offsets; a gap from further back breaks it.
         claim_attempts: how often one take-over claims before it gives up as fenced.
+        takeovers_in_flight: claims that one node has on their way; paces the claims after an outage.
         decoded_bytes: the most that one payload may decompress to, whatever it says of itself.
         control_message_bytes: one message on the unix socket; a turn's token ids are the largest part.
         publish_queue_bytes: rows taken from rings and not yet appended; when full, rings are not read.
@@ -40,7 +42,9 @@ class Limits:
     shards: int = 64
     sessions_a_partition: int = 100_000
     reread_attempts: int = 2
+    reread_records: int = 10_000
     claim_attempts: int = 4
+    takeovers_in_flight: int = 64
     decoded_bytes: int = 64 * MIB
     control_message_bytes: int = 8 * MIB
     publish_queue_bytes: int = 64 * MIB
@@ -49,7 +53,9 @@ class Limits:
     def __post_init__(self) -> None:
         """INV-LIMITS: a header fits its record, and a full delta's token ids fit the header."""
         assert self.header_bytes < self.record_bytes, "a header must leave room for rows"
-        assert 5 * self.delta_tokens + 1024 <= self.header_bytes, "token ids of a full delta must fit the header"
+        assert 5 * self.delta_tokens + 1024 <= self.header_bytes, (
+            "token ids of a full delta must fit the header"
+        )
         assert self.record_bytes <= self.decoded_bytes, "a raw record must be decodable"
 
 
@@ -63,7 +69,9 @@ TINY = Limits(
     shards=4,
     sessions_a_partition=3,
     reread_attempts=1,
+    reread_records=8,
     claim_attempts=2,
+    takeovers_in_flight=2,
     decoded_bytes=4096,
     control_message_bytes=4096,
     publish_queue_bytes=4096,

@@ -7,11 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING
 
-from kvlog.ids import Digest, Epoch, NodeId, Nonce, Offset, Position, Seq, SessionId, Shard, Writer
-from kvlog.layout import Identity
+if TYPE_CHECKING:
+    from kvlog.ids import Digest, Epoch, NodeId, Nonce, Offset, Position, Seq, SessionId, Shard, Writer
+    from kvlog.layout import Identity
 
-__all__ = ["Claim", "Codec", "Delta", "End", "EndReason", "Entry", "Kind", "Record", "Snapshot", "Truncate"]
+__all__ = [
+    "Claim",
+    "Codec",
+    "Delta",
+    "End",
+    "EndReason",
+    "Entry",
+    "Kind",
+    "Record",
+    "Snapshot",
+    "Truncate",
+    "kind_of",
+]
 
 
 class Kind(IntEnum):
@@ -123,6 +137,19 @@ class Snapshot:
 
 
 Record = Claim | Delta | Truncate | End | Snapshot
+
+_KINDS: dict[type, Kind] = {
+    Claim: Kind.CLAIM,
+    Delta: Kind.DELTA,
+    Truncate: Kind.TRUNCATE,
+    Snapshot: Kind.SNAPSHOT,
+    End: Kind.END,
+}
+
+
+def kind_of(record: Record) -> Kind:
+    """The kind byte of a record's message."""
+    return _KINDS[type(record)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,420 @@
+"""NodeCore: everything that one daemon decides. Primary for some sessions and standby for others at once. Pure.
+
+It owns one StandbyCore a partition, one TakeOver a session that is being claimed and one PrimaryCore a session that it
+owns, and keeps this order: a record goes through the fold first, then to whoever waits for it.
+
+The verbs are the whole protocol: `step(input)` gives the effects of one input (kvlog.core.inputs), `tick(now_ns)`
+those of time; the shell carries effects out in order.
+
+INV-ONE-TURN: a session has at most one turn in progress on this node; a second request is served unlogged.
+INV-NO-CLAIM-BACK: a fenced turn's request is never reopened by the core; only a new request claims again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
+
+from kvlog.core.effects import (
+    DropSession,
+    FollowPartition,
+    RecordRefused,
+    SessionBroken,
+    SessionClaimed,
+    TurnEnded,
+    TurnEndReason,
+    TurnFenced,
+    TurnOpened,
+    TurnUnlogged,
+    UnloggedReason,
+)
+from kvlog.core.inputs import (
+    AppendFailed,
+    CloseTurn,
+    EncodedRows,
+    EndSession,
+    Follow,
+    HoleRead,
+    LogReplacedRead,
+    OpenTurn,
+    RecordRead,
+    Stop,
+    UnreadableRead,
+    WatermarkFailed,
+    WatermarkRead,
+    WithdrawRequest,
+)
+from kvlog.core.primary import PrimaryCore, Tenure
+from kvlog.core.standby import StandbyCore
+from kvlog.core.takeover import Claimant, Phase, TakeOver
+from kvlog.ids import Turn
+from kvlog.records import Claim
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from kvlog.core.effects import Effect, ReadEffect
+    from kvlog.core.inputs import Input
+    from kvlog.core.session import SessionState
+    from kvlog.ids import Epoch, NodeId, Partition, SessionId, Writer
+    from kvlog.limits import Limits
+    from kvlog.records import EndReason, Record
+
+__all__ = ["Myself", "NodeCore"]
+
+
+@dataclass(frozen=True, slots=True)
+class Myself:
+    """Who this daemon is, and how it maps sessions to partitions and records to header bytes.
+
+    Args:
+        node: its name, set by the operator.
+        writer: 16 bytes drawn anew at every start.
+        partition_of: the session's partition; the same function on every node.
+        header_bytes: kvlog.wire's encoder of headers.
+    """
+
+    node: NodeId
+    writer: Writer
+    partition_of: Callable[[SessionId], Partition]
+    header_bytes: Callable[[Record], bytes]
+
+
+class NodeCore:
+    """The decisions of one daemon."""
+
+    __slots__ = (
+        "_ending",
+        "_limits",
+        "_partitions",
+        "_primaries",
+        "_self",
+        "_sessions",
+        "_takeovers",
+        "_turns",
+        "_waiting",
+    )
+
+    def __init__(self, myself: Myself, limits: Limits, *, first_turn: int = 1) -> None:
+        """A node that follows nothing yet."""
+        self._self = myself
+        self._limits = limits
+        self._turns = first_turn
+        self._partitions: dict[Partition, StandbyCore] = {}
+        self._primaries: dict[SessionId, PrimaryCore] = {}
+        self._takeovers: dict[SessionId, TakeOver] = {}
+        self._waiting: dict[SessionId, OpenTurn] = {}
+        self._ending: dict[SessionId, EndReason] = {}
+        self._sessions: dict[Turn, SessionId] = {}
+
+    # What it knows
+
+    @property
+    def partitions(self) -> Mapping[Partition, StandbyCore]:
+        """The partitions that are followed; read only."""
+        return self._partitions
+
+    def primary(self, session: SessionId) -> PrimaryCore | None:
+        """The writing side of a session that this node owns."""
+        return self._primaries.get(session)
+
+    def primaries(self) -> Iterator[PrimaryCore]:
+        """Every session that this node owns."""
+        return iter(self._primaries.values())
+
+    def session_of(self, turn: Turn) -> SessionId | None:
+        """The session of a turn in progress."""
+        return self._sessions.get(turn)
+
+    @property
+    def takeovers_in_flight(self) -> int:
+        """Claims on their way."""
+        return len(self._takeovers)
+
+    def is_drained(self) -> bool:
+        """Whether everything that was sent has been folded."""
+        return all(p.is_drained(self._state(p.session)) for p in self._primaries.values())
+
+    def step(self, happened: Input) -> tuple[Effect, ...]:
+        """What is to be done now that this has happened, in this order."""
+        match happened:
+            case RecordRead():
+                return self._read(happened)
+            case EncodedRows():
+                return self._rows(happened)
+            case OpenTurn():
+                return self._open_turn(happened)
+            case EndSession():
+                return self._end_session(happened)
+            case WatermarkRead():
+                return self._watermark_read(happened)
+            case AppendFailed():
+                return self._append_failed(happened.record)
+            case WatermarkFailed():
+                takeover = self._takeovers.get(happened.session)
+                return self._settled(happened.session, takeover, takeover.failed()) if takeover else ()
+            case Stop():
+                return self._stop()
+            case CloseTurn() | WithdrawRequest() | Follow():
+                self._note(happened)
+                return ()
+            case UnreadableRead() | HoleRead() | LogReplacedRead():
+                return self._react(self._disturbed(happened), None)
+            case _:
+                assert_never(happened)
+
+    def tick(self, now_ns: int) -> tuple[Effect, ...]:
+        """The only way time enters: answers requests whose deadline has passed.
+
+        Args:
+            now_ns: a monotonic clock's reading, in nanoseconds.
+        """
+        late = [asked for asked in self._waiting.values() if asked.deadline_ns <= now_ns]
+        for asked in late:
+            del self._waiting[asked.session]
+        return tuple(
+            TurnUnlogged(asked.request, asked.session, UnloggedReason.CLAIM_TIMEOUT) for asked in late
+        )
+
+    # One handler an input
+
+    def _note(self, happened: CloseTurn | WithdrawRequest | Follow) -> None:
+        match happened:
+            case CloseTurn(turn):
+                session = self._sessions.pop(turn, None)
+                if session is not None and (primary := self._primaries.get(session)) is not None:
+                    primary.close(turn)
+            case WithdrawRequest(session, request):
+                waiting = self._waiting.get(session)
+                if waiting is not None and waiting.request == request:
+                    del self._waiting[session]
+            case Follow(partition, first):
+                assert partition not in self._partitions, "a partition is followed once"
+                self._partitions[partition] = StandbyCore(partition, first, self._limits)
+            case _:
+                assert_never(happened)
+
+    def _read(self, happened: RecordRead) -> tuple[Effect, ...]:
+        core = self._partitions[happened.partition]
+        return self._react(core.read(happened.offset, happened.entry), happened.entry.record.session)
+
+    def _disturbed(self, happened: UnreadableRead | HoleRead | LogReplacedRead) -> tuple[ReadEffect, ...]:
+        core = self._partitions[happened.partition]
+        match happened:
+            case UnreadableRead():
+                return core.unreadable(happened.offset, happened.key)
+            case HoleRead():
+                return core.hole(happened.offset)
+            case LogReplacedRead():
+                return core.replaced(happened.offset)
+            case _:
+                assert_never(happened)
+
+    def _open_turn(self, asked: OpenTurn) -> tuple[Effect, ...]:
+        session = asked.session
+        primary = self._primaries.get(session)
+        if session in self._waiting or (primary is not None and primary.turn is not None):
+            return (TurnUnlogged(asked.request, session, UnloggedReason.BUSY),)
+        if len(asked.tokens) > self._limits.session_tokens:
+            return (TurnUnlogged(asked.request, session, UnloggedReason.TOO_LONG),)
+        if primary is not None and self._may_begin(primary, asked):
+            return (self._begin(primary, asked),)
+        if session not in self._takeovers and len(self._takeovers) >= self._limits.takeovers_in_flight:
+            return (TurnUnlogged(asked.request, session, UnloggedReason.OVERLOADED),)
+        self._waiting[session] = asked
+        takeover = self._takeovers.get(session)
+        if takeover is not None and takeover.claimant.identity == asked.identity:
+            return ()
+        return self._take_over(
+            session, Claimant(self._self.node, self._self.writer, asked.identity, asked.context)
+        )
+
+    def _rows(self, rows: EncodedRows) -> tuple[Effect, ...]:
+        """INV-TURN: rows of another turn or epoch are dropped; their sender counts them by the empty answer."""
+        session = self._sessions.get(rows.turn)
+        primary = self._primaries.get(session) if session is not None else None
+        if primary is None or primary.claim.epoch != rows.epoch or primary.turn != rows.turn:
+            return ()
+        if primary.expects(rows.shard) != rows.start:
+            return self._end_turn(primary, TurnEndReason.ROWS_OUT_OF_ORDER)
+        if not primary.has_room(len(rows.tokens), rows.shard):
+            return self._end_turn(primary, TurnEndReason.TOO_LONG)
+        return primary.rows(rows)
+
+    def _end_session(self, happened: EndSession) -> tuple[Effect, ...]:
+        primary = self._primaries.get(happened.session)
+        if primary is None or primary.ended:
+            self._ending[happened.session] = happened.reason
+            taken = happened.session in self._takeovers
+            return () if taken else self._take_over(happened.session, happened.claimant)
+        return self._end(primary, happened.reason)
+
+    def _watermark_read(self, happened: WatermarkRead) -> tuple[Effect, ...]:
+        takeover = self._takeovers.get(happened.session)
+        if takeover is None:
+            return ()
+        partition = self._self.partition_of(happened.session)
+        followed: tuple[Effect, ...] = ()
+        if partition not in self._partitions:
+            self._note(Follow(partition, happened.high_watermark))
+            followed = (FollowPartition(partition, happened.high_watermark),)
+        return followed + takeover.watermark_read(happened.high_watermark, happened.nonce)
+
+    def _append_failed(self, record: Record) -> tuple[Effect, ...]:
+        session = record.session
+        if isinstance(record, Claim):
+            takeover = self._takeovers.get(session)
+            if takeover is None or takeover.claim != record:
+                return ()
+            return self._settled(session, takeover, takeover.failed())
+        primary = self._primaries.get(session)
+        if primary is None or primary.claim.epoch != record.epoch:
+            return ()
+        return self._lose(primary, Tenure.LOST, TurnEndReason.OUTCOME_UNKNOWN)
+
+    def _stop(self) -> tuple[Effect, ...]:
+        waiting = tuple(
+            TurnUnlogged(a.request, a.session, UnloggedReason.STOPPING) for a in self._waiting.values()
+        )
+        self._waiting.clear()
+        ended = [e for p in list(self._primaries.values()) for e in self._end_turn(p, TurnEndReason.STOPPING)]
+        return waiting + tuple(ended)
+
+    # Private
+
+    def _state(self, session: SessionId) -> SessionState | None:
+        core = self._partitions.get(self._self.partition_of(session))
+        return core.session(session) if core else None
+
+    def _may_begin(self, primary: PrimaryCore, asked: OpenTurn) -> bool:
+        """INV-SAME-WEIGHTS: other weights, or another layout, on the same node claim anew."""
+        return (
+            primary.tenure is Tenure.OWNED and not primary.ended and primary.claim.identity == asked.identity
+        )
+
+    def _take_over(self, session: SessionId, claimant: Claimant) -> tuple[Effect, ...]:
+        takeover = TakeOver(
+            session, self._self.partition_of(session), claimant, self._self.header_bytes, self._limits
+        )
+        self._takeovers[session] = takeover
+        return takeover.start()
+
+    def _begin(self, primary: PrimaryCore, asked: OpenTurn) -> TurnOpened:
+        turn = Turn(self._turns)
+        self._turns += 1
+        log_from = primary.begin(turn, asked.tokens, asked.context)
+        self._sessions[turn] = asked.session
+        state = self._state(asked.session)
+        usable = state.usable(asked.tokens, asked.context, asked.identity) if state else log_from
+        return TurnOpened(asked.request, asked.session, turn, primary.claim.epoch, usable, log_from)
+
+    def _react(self, effects: tuple[ReadEffect, ...], session: SessionId | None) -> tuple[Effect, ...]:
+        out: list[Effect] = []
+        for effect in effects:
+            out.append(effect)
+            match effect:
+                case SessionClaimed():
+                    out.extend(self._claimed(effect))
+                case SessionBroken():
+                    out.extend(self._lost_here(effect.session, Tenure.REFUSED, TurnEndReason.REFUSED))
+                case DropSession():
+                    out.extend(self._lost_here(effect.session, Tenure.DROPPED, TurnEndReason.DROPPED))
+                case RecordRefused(record=Claim() as claim):
+                    out.extend(self._claim_refused(claim))
+                case _:
+                    pass
+        if session is not None and (primary := self._primaries.get(session)) is not None:
+            state = self._state(session)
+            out.extend(primary.folded(state) if state else ())
+        return tuple(out)
+
+    def _claimed(self, effect: SessionClaimed) -> tuple[Effect, ...]:
+        claim = effect.claim
+        out: tuple[Effect, ...] = ()
+        primary = self._primaries.get(claim.session)
+        if primary is not None and primary.claim.nonce != claim.nonce:
+            own = claim.writer == self._self.writer
+            out = (
+                self._fence(primary, claim.epoch)
+                if not own
+                else self._lose(primary, Tenure.LOST, TurnEndReason.OUTCOME_UNKNOWN)
+            )
+        takeover = self._takeovers.get(claim.session)
+        if takeover is None or not takeover.admitted(claim):
+            return out
+        del self._takeovers[claim.session]
+        return out + self._won(claim)
+
+    def _won(self, claim: Claim) -> tuple[Effect, ...]:
+        session = claim.session
+        state = self._state(session)
+        assert state is not None, "a claim that was folded has a state"
+        partition = self._self.partition_of(session)
+        primary = PrimaryCore.from_claim(
+            partition, state, own=claim, header_bytes=self._self.header_bytes, limits=self._limits
+        )
+        self._primaries[session] = primary
+        self._partitions[partition].hold(session)
+        reason = self._ending.pop(session, None)
+        asked = self._waiting.pop(session, None)
+        if reason is not None:
+            ended = self._end(primary, reason)
+            return ended + (self._open_turn(asked) if asked else ())
+        if asked is None:
+            return ()
+        return (self._begin(primary, asked),) if self._may_begin(primary, asked) else self._open_turn(asked)
+
+    def _claim_refused(self, claim: Claim) -> tuple[Effect, ...]:
+        takeover = self._takeovers.get(claim.session)
+        if takeover is None:
+            return ()
+        state = self._state(claim.session)
+        return self._settled(claim.session, takeover, takeover.refused(claim, state.epoch if state else None))
+
+    def _settled(
+        self, session: SessionId, takeover: TakeOver | None, effects: tuple[Effect, ...]
+    ) -> tuple[Effect, ...]:
+        """After a step of a take-over: if it has given up, answer who waits for it."""
+        if takeover is None or takeover.phase not in (Phase.FENCED, Phase.UNAVAILABLE):
+            return effects
+        del self._takeovers[session]
+        self._ending.pop(session, None)
+        asked = self._waiting.pop(session, None)
+        if asked is None:
+            return effects
+        fenced = takeover.phase is Phase.FENCED
+        reason = UnloggedReason.FENCED if fenced else UnloggedReason.LOG_UNAVAILABLE
+        return (*effects, TurnUnlogged(asked.request, session, reason, takeover.newer_epoch))
+
+    def _lost_here(self, session: SessionId, tenure: Tenure, reason: TurnEndReason) -> tuple[Effect, ...]:
+        primary = self._primaries.get(session)
+        return self._lose(primary, tenure, reason) if primary else ()
+
+    def _lose(self, primary: PrimaryCore, tenure: Tenure, reason: TurnEndReason) -> tuple[Effect, ...]:
+        turn = self._forget(primary, tenure)
+        return (TurnEnded(turn, primary.session, reason),) if turn is not None else ()
+
+    def _fence(self, primary: PrimaryCore, newer: Epoch) -> tuple[Effect, ...]:
+        turn = self._forget(primary, Tenure.FENCED)
+        return (TurnFenced(turn, primary.session, primary.claim.epoch, newer),) if turn is not None else ()
+
+    def _forget(self, primary: PrimaryCore, tenure: Tenure) -> Turn | None:
+        turn = primary.lose(tenure)
+        del self._primaries[primary.session]
+        partition = self._partitions.get(self._self.partition_of(primary.session))
+        if partition is not None:
+            partition.unhold(primary.session)
+        if turn is not None:
+            self._sessions.pop(turn, None)
+        return turn
+
+    def _end_turn(self, primary: PrimaryCore, reason: TurnEndReason) -> tuple[Effect, ...]:
+        turn = primary.turn
+        if turn is None:
+            return ()
+        primary.close(turn)
+        self._sessions.pop(turn, None)
+        return (TurnEnded(turn, primary.session, reason),)
+
+    def _end(self, primary: PrimaryCore, reason: EndReason) -> tuple[Effect, ...]:
+        return self._end_turn(primary, TurnEndReason.SESSION_ENDED) + primary.end(reason)
