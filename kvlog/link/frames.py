@@ -180,6 +180,7 @@ _TABLE: dict[int, tuple[type[FromEngine | FromDaemon], tuple[_Field, ...]]] = {
             _SESSION,
             _bytes(unit=4),
             _bytes(length=DIGEST_BYTES),
+            _uint(_U64),
             _Field(_mode, _pack_mode),
             _uint(_U32),
         ),

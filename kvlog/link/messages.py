@@ -173,6 +173,9 @@ class OpenTurn:
         session: checked by `parse_session_id`.
         tokens: all token ids known so far, u32 little-endian; see `pack_tokens`.
         context: LoRA, media, salt; DIGEST_NONE without.
+        continues: the newest epoch under which this same request was logged before its turn was lost; 0: none. If
+            the session has a newer epoch of another writer by now, the answer is FENCED and nothing is claimed: a
+            request that was fenced while it had no link must not claim the session back.
         mode: None: the daemon's setting.
         wait_ms: how long the daemon may try to become primary before it answers CLAIM_TIMEOUT.
     """
@@ -181,6 +184,7 @@ class OpenTurn:
     session: SessionId
     tokens: bytes
     context: Digest
+    continues: Epoch
     mode: SyncMode | None
     wait_ms: int
 
