@@ -84,6 +84,8 @@ class OpenTurn:
         tokens: the request's token ids: prompt, and what of the answer is known.
         context: digest of what else the bytes depend on (LoRA, media, cache salt).
         identity: of the engine that asks.
+        continues: the newest epoch under which this same request was logged before; NO_EPOCH for a new request. If
+            another writer has a newer one by now, the answer is FENCED and nothing is claimed (INV-NO-CLAIM-BACK).
         deadline_ns: on the clock of `tick`; after it the answer is TurnUnlogged.
     """
 
@@ -92,6 +94,7 @@ class OpenTurn:
     tokens: Sequence[int]
     context: Digest
     identity: Identity
+    continues: Epoch
     deadline_ns: int
 
 

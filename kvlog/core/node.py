@@ -7,7 +7,8 @@ The verbs are the whole protocol: `step(input)` gives the effects of one input (
 those of time; the shell carries effects out in order.
 
 INV-ONE-TURN: a session has at most one turn in progress on this node; a second request is served unlogged.
-INV-NO-CLAIM-BACK: a fenced turn's request is never reopened by the core; only a new request claims again.
+INV-NO-CLAIM-BACK: a request that was logged before claims only after everything below the watermark was folded, and not
+at all if another writer has claimed since.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class NodeCore:
     """The decisions of one daemon."""
 
     __slots__ = (
+        "_catching_up",
         "_ending",
         "_limits",
         "_partitions",
@@ -105,6 +107,7 @@ class NodeCore:
         self._takeovers: dict[SessionId, TakeOver] = {}
         self._waiting: dict[SessionId, OpenTurn] = {}
         self._ending: dict[SessionId, EndReason] = {}
+        self._catching_up: dict[SessionId, WatermarkRead] = {}
         self._sessions: dict[Turn, SessionId] = {}
 
     # What it knows
@@ -196,7 +199,8 @@ class NodeCore:
 
     def _read(self, happened: RecordRead) -> tuple[Effect, ...]:
         core = self._partitions[happened.partition]
-        return self._react(core.read(happened.offset, happened.entry), happened.entry.record.session)
+        effects = self._react(core.read(happened.offset, happened.entry), happened.entry.record.session)
+        return effects + self._caught_up(happened.partition) if self._catching_up else effects
 
     def _disturbed(self, happened: UnreadableRead | HoleRead | LogReplacedRead) -> tuple[ReadEffect, ...]:
         core = self._partitions[happened.partition]
@@ -219,6 +223,8 @@ class NodeCore:
             return (TurnUnlogged(asked.request, session, UnloggedReason.TOO_LONG),)
         if primary is not None and self._may_begin(primary, asked):
             return (self._begin(primary, asked),)
+        if (newer := self._newer_owner(asked)) is not None:
+            return (TurnUnlogged(asked.request, session, UnloggedReason.FENCED, newer),)
         if session not in self._takeovers and len(self._takeovers) >= self._limits.takeovers_in_flight:
             return (TurnUnlogged(asked.request, session, UnloggedReason.OVERLOADED),)
         self._waiting[session] = asked
@@ -258,7 +264,37 @@ class NodeCore:
         if partition not in self._partitions:
             self._note(Follow(partition, happened.high_watermark))
             followed = (FollowPartition(partition, happened.high_watermark),)
+        asked = self._waiting.get(happened.session)
+        if (
+            asked is not None
+            and asked.continues
+            and self._partitions[partition].position < happened.high_watermark
+        ):
+            self._catching_up[happened.session] = happened
+            return followed
         return followed + takeover.watermark_read(happened.high_watermark, happened.nonce)
+
+    def _caught_up(self, partition: Partition) -> tuple[Effect, ...]:
+        """Claims that waited until all below their watermark was folded go on, or find that they are fenced."""
+        position = self._partitions[partition].position
+        ready = [
+            w
+            for w in self._catching_up.values()
+            if w.high_watermark <= position and self._self.partition_of(w.session) == partition
+        ]
+        out: list[Effect] = []
+        for happened in ready:
+            del self._catching_up[happened.session]
+            takeover, asked = self._takeovers.get(happened.session), self._waiting.get(happened.session)
+            newer = self._newer_owner(asked) if asked else None
+            if takeover is None or asked is None or newer is None:
+                out.extend(
+                    takeover.watermark_read(happened.high_watermark, happened.nonce) if takeover else ()
+                )
+                continue
+            del self._takeovers[happened.session], self._waiting[happened.session]
+            out.append(TurnUnlogged(asked.request, happened.session, UnloggedReason.FENCED, newer))
+        return tuple(out)
 
     def _append_failed(self, record: Record) -> tuple[Effect, ...]:
         session = record.session
@@ -327,6 +363,13 @@ class NodeCore:
             state = self._state(session)
             out.extend(primary.folded(state) if state else ())
         return tuple(out)
+
+    def _newer_owner(self, asked: OpenTurn) -> Epoch | None:
+        """The epoch by which a request that goes on has been fenced, as far as was read."""
+        state = self._state(asked.session) if asked.continues else None
+        if state is None or state.writer == self._self.writer or state.epoch <= asked.continues:
+            return None
+        return state.epoch
 
     def _claimed(self, effect: SessionClaimed) -> tuple[Effect, ...]:
         claim = effect.claim

@@ -25,7 +25,7 @@ from kvlog.records import Claim, Delta, End, Snapshot, Truncate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvlog.ids import Digest, SessionId, Writer
+    from kvlog.ids import Digest, Epoch, SessionId, Writer
     from kvlog.layout import Identity
     from kvlog.limits import Limits
     from kvlog.records import Entry, Record
