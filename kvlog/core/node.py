@@ -162,7 +162,8 @@ class NodeCore:
                 self._note(happened)
                 return ()
             case UnreadableRead() | HoleRead() | LogReplacedRead():
-                return self._react(self._disturbed(happened), None)
+                effects = self._react(self._disturbed(happened), None)
+                return effects + self._caught_up(happened.partition) if self._catching_up else effects
             case _:
                 assert_never(happened)
 
@@ -286,14 +287,16 @@ class NodeCore:
         for happened in ready:
             del self._catching_up[happened.session]
             takeover, asked = self._takeovers.get(happened.session), self._waiting.get(happened.session)
-            newer = self._newer_owner(asked) if asked else None
-            if takeover is None or asked is None or newer is None:
-                out.extend(
-                    takeover.watermark_read(happened.high_watermark, happened.nonce) if takeover else ()
-                )
+            if takeover is None:
                 continue
-            del self._takeovers[happened.session], self._waiting[happened.session]
-            out.append(TurnUnlogged(asked.request, happened.session, UnloggedReason.FENCED, newer))
+            newer = self._newer_owner(asked) if asked else None
+            if asked is not None and newer is None:
+                out.extend(takeover.watermark_read(happened.high_watermark, happened.nonce))
+                continue
+            del self._takeovers[happened.session]
+            if asked is not None:
+                del self._waiting[happened.session]
+                out.append(TurnUnlogged(asked.request, happened.session, UnloggedReason.FENCED, newer))
         return tuple(out)
 
     def _append_failed(self, record: Record) -> tuple[Effect, ...]:
