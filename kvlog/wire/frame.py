@@ -139,7 +139,7 @@ def read_frame(value: bytes | memoryview) -> Frame:
                 f"the header is said to have {seen.header_bytes} bytes, the message has {len(view)} in all"
             )
         raise DecodeError(problem=problem)
-    # A newer version may give these bytes a meaning: that is for its number to say, not for us to call damage.
+    # A newer version may give these bytes a meaning: then it is newer, not damaged.
     if seen.reserved != 0 and seen.version <= FORMAT_VERSION:
         raise DecodeError(problem=f"the reserved bytes hold {seen.reserved}, not 0")
     return Frame(

@@ -77,7 +77,7 @@ _U8_MAX = (1 << 8) - 1
 _U16_MAX = (1 << 16) - 1
 _U64_MAX = (1 << 64) - 1
 _OFFSET_MAX = (1 << 63) - 1
-"""Kafka's offsets are signed 64-bit; an epoch is an offset plus one, and seq counts no faster than offsets."""
+"""Kafka's offsets are signed 64-bit; an epoch is an offset plus one, seq counts no faster than they do."""
 _PLANES_MAX = 2
 _TOKEN_BYTES = 4
 
