@@ -121,7 +121,7 @@ def test_unknown_error_is_found(docstring: str, error: str) -> None:
 
 def test_known_errors_are_not_found() -> None:
     """Explanations below a name, and other sections, are not names."""
-    docstring = "    Raises:\n        Fenced or RingFull: stop: at\n            once: now.\n\n    Order:\n        Any: x."
+    docstring = "    Raises:\n        Fenced or RingFull: stop: at\n            once: now.\n\n    Order:\n        A: x."
     assert unknown_errors(errors_beside(docstring)) == []
 
 
