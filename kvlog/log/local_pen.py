@@ -1,0 +1,194 @@
+"""What a process writes a local log with: connection, lock and bell, held together and replaced together.
+
+Used by the scribe's thread only. A pen is dropped after anything that may have left it in an odd state, and picked up
+again at the next use; whether the log is still the same one is checked then, and under the lock each time.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TypeVar
+
+from kvlog.errors import ConfigError, LogUnavailable, OutcomeUnknown
+from kvlog.log.local_bell import ring
+from kvlog.log.local_lock import WriteLock
+from kvlog.log.local_rows import Transaction, has_old_tombstones, keep_from
+from kvlog.log.local_store import PAGE_BYTES, Database, is_full, open_database, unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvlog.log.local_rows import Retention
+    from kvlog.log.local_store import Paths, Synchronous
+
+__all__ = ["Pen"]
+
+_T = TypeVar("_T")
+
+CHECKPOINT_BYTES = 16 << 20
+"""Written by us since our last checkpoint; some 20 ms of copying from the WAL into the database."""
+
+WAL_PAGES_MAX = 2048
+"""128 MiB: readers that overlap without a gap keep the WAL from restarting; past this a checkpoint waits for a gap."""
+
+
+class Pen:
+    """Writes transactions into the log that the path names.
+
+    Args:
+        identity: of the log that our user knows; finding another one is OutcomeUnknown for whatever was to be written.
+    """
+
+    def __init__(self, paths: Paths, identity: str, synchronous: Synchronous) -> None:
+        self._paths = paths
+        self._identity = identity
+        self._synchronous = synchronous
+        self._held: tuple[Database, WriteLock, int] | None = None
+        self._unchecked_bytes = 0
+        self._checkpoint_mode = "PASSIVE"
+        self.waiting_since: float | None = None
+        """When (time.monotonic) we began to wait for the lock; None: we do not. Read by other threads."""
+
+    @contextmanager
+    def locked(self) -> Iterator[Database]:
+        """The log, with no other writer in it. Waits for whoever writes now, without a deadline: see local_lock.
+
+        Raises:
+            LogUnavailable: it is not there, or cannot be opened; try again.
+            OutcomeUnknown: it is another log than before; from the next time on, that one is used.
+        """
+        database, lock, _ = self._picked_up()
+        self.waiting_since = time.monotonic()
+        lock.acquire()
+        self.waiting_since = None
+        try:
+            if not database.is_current():
+                raise self._unavailable("the log is gone: its directory was removed or replaced")
+            yield database
+        finally:
+            lock.release()
+
+    def transact(self, database: Database, work: Callable[[Transaction], _T]) -> _T:
+        """Run `work` in one transaction, commit it, and ring the bell. Within `locked`.
+
+        Raises:
+            LogUnavailable: nothing of it is in the log; try again.
+            OutcomeUnknown: it failed while committing, and may be there or appear.
+        """
+        try:
+            database.connection.execute("BEGIN IMMEDIATE")
+            result = work(Transaction(database.connection, now_ms=_now_ms()))
+        except sqlite3.Error as error:
+            _roll_back(database)
+            raise unavailable(self._paths, error) from error
+        except BaseException:
+            _roll_back(database)
+            raise
+        try:
+            database.connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            _roll_back(database)
+            told = unavailable(self._paths, error)
+            # The commit mark is the last thing that goes to the WAL: without room for it there is no commit. After any
+            # other error it may be there, and count once the WAL is recovered.
+            raise told if is_full(error) else OutcomeUnknown(**told.fields) from error
+        if self._held is not None:
+            ring(self._held[2])
+        return result
+
+    def checkpoint_if_due(self, database: Database, *, written_bytes: int) -> None:
+        """Now and then copy the WAL into the database. Within `locked` (INV-LOCAL-ONE-WRITER)."""
+        self._unchecked_bytes += written_bytes
+        if self._unchecked_bytes < CHECKPOINT_BYTES:
+            return
+        self._unchecked_bytes = 0
+        with suppress(
+            sqlite3.Error
+        ):  # nothing is lost by not copying; a full disk is told by the next append
+            row = database.connection.execute(f"PRAGMA wal_checkpoint({self._checkpoint_mode})").fetchone()
+            self._checkpoint_mode = "RESTART" if row[1] > WAL_PAGES_MAX else "PASSIVE"
+
+    def trim(self, retention: Retention) -> bool:
+        """Delete what retention lets go, one bounded transaction a partition, so that others get their turn.
+
+        Returns: whether there is more to delete.
+
+        Raises:
+            LogUnavailable: something was not deleted; try again.
+            OutcomeUnknown: the same, or it is another log.
+        """
+        connection = self._picked_up()[0].connection
+        more = False
+        try:
+            partitions = self._picked_up()[0].partitions
+            due = [
+                p
+                for p in range(partitions)
+                if keep_from(connection, p, retention, now_ms=_now_ms()) is not None
+            ]
+            tombstones = has_old_tombstones(connection, now_ms=_now_ms())
+        except sqlite3.Error as error:
+            raise unavailable(self._paths, error) from error
+        for partition in due:
+            more |= self._trim_partition(partition, retention)
+        if tombstones:
+            with self.locked() as database:
+                self.transact(database, Transaction.forget_tombstones)
+        return more
+
+    def drop(self) -> None:
+        """Close everything; the next use opens it again."""
+        if self._held is not None:
+            database, lock, bell = self._held
+            self._held = None
+            database.connection.close()
+            lock.close()
+            os.close(bell)
+
+    def _trim_partition(self, partition: int, retention: Retention) -> bool:
+        with self.locked() as database:
+            more = self.transact(database, lambda transaction: transaction.trim(partition, retention))
+            # What is written are a few pages: of the free list, of the partition's bounds.
+            self.checkpoint_if_due(database, written_bytes=4 * PAGE_BYTES)
+        return more
+
+    def _picked_up(self) -> tuple[Database, WriteLock, int]:
+        if self._held is None:
+            try:
+                database = open_database(self._paths, writes=True, synchronous=self._synchronous)
+            except ConfigError as error:
+                raise self._unavailable(str(error.fields["problem"])) from error
+            try:
+                self._held = database, *self._locks()
+            except OSError as error:
+                database.connection.close()
+                raise self._unavailable(str(error)) from error
+        database = self._held[0]
+        if database.identity != self._identity:
+            self._identity = database.identity
+            raise OutcomeUnknown(problem="the log was replaced by another one")
+        return self._held
+
+    def _locks(self) -> tuple[WriteLock, int]:
+        lock = WriteLock(turn=self._paths.turn, write=self._paths.write)
+        try:
+            return lock, os.open(self._paths.bell, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:
+            lock.close()
+            raise
+
+    def _unavailable(self, problem: str) -> LogUnavailable:
+        return LogUnavailable(where=self._paths.url, problem=problem)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _roll_back(database: Database) -> None:
+    if database.connection.in_transaction:  # after some errors SQLite has rolled back by itself
+        with suppress(sqlite3.Error):
+            database.connection.execute("ROLLBACK")
