@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Piece", "check_row", "cut", "delta_bytes_max", "rows_a_record"]
 
-_DELTA_HEADER_BYTES = 344
+_DELTA_HEADER_BYTES = 345
 """The widest header of a delta, without its tokens; a test builds it.
 
-1 array + 259 session + 9 epoch + 18 writer + 9 seq + 5 shard + 9 start + 5 tokens + 18 context + 2 codec +
+1 array + 1 kind + 259 session + 9 epoch + 18 writer + 9 seq + 5 shard + 9 start + 5 tokens + 18 context + 2 codec +
 9 checksum.
 """
 _TOKEN_BYTES = 4

@@ -1,9 +1,12 @@
 """The msgpack header of a message: record values to bytes and back, strictly.
 
-A header is one msgpack array with a fixed number of fields in a fixed order (FIELDS), the first three of
-every kind being session, epoch and writer. An array, not a map: it is smaller and quicker, it cannot hold a
-key twice, and one value has one encoding, which the chain needs. What a map would give, optional fields,
-the format version gives instead: a version fixes the fields, and a reader knows two versions.
+A header is one msgpack array with a fixed number of fields in a fixed order (FIELDS), the first four of every kind
+being kind, session, epoch and writer. An array, not a map: it is smaller and quicker, it cannot hold a key twice, and
+one value has one encoding, which the chain needs. What a map would give, optional fields, the format version gives
+instead: a version fixes the fields, and a reader knows two versions.
+
+The kind stands in the preamble, for a quick look, and again here, so that the chain tells a Truncate to 2 from an End
+for reason 2.
 
 One value, one encoding, on reading too: a header that is not byte for byte what we would have written (a
 long form of a small integer, trailing bytes) is refused, so equal records have equal header bytes whoever
@@ -81,7 +84,7 @@ _OFFSET_MAX = (1 << 63) - 1
 _PLANES_MAX = 2
 _TOKEN_BYTES = 4
 
-_COMMON = ("session", "epoch", "writer")
+_COMMON = ("kind", "session", "epoch", "writer")
 _CLAIM = (
     *_COMMON,
     *("nonce", "node", "context", "model", "weights", "shards"),
@@ -214,6 +217,8 @@ class _Fields:
             raise DecodeError(problem=f"a {kind.name} has {len(names)} fields, this one {len(values)}")
         self._by_name = dict(zip(names, values, strict=True))
         self.limits = limits
+        if values[0] != kind or type(values[0]) is not int:
+            raise DecodeError(problem=f"the preamble says {kind.name}, the header does not")
 
     def integer(self, name: str, low: int, high: int) -> int:
         return _integer(name, self._by_name[name], low=low, high=high)
@@ -276,7 +281,7 @@ def _integer(name: str, value: object, *, low: int, high: int) -> int:
 
 def _write_v1(record: Record) -> list[object]:
     """The array of FIELDS[kind_of(record)], unchecked."""
-    common: list[object] = [record.session, record.epoch, record.writer]
+    common: list[object] = [int(kind_of(record)), record.session, record.epoch, record.writer]
     match record:
         case Claim():
             return common + _write_claim(record)
