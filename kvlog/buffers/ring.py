@@ -19,11 +19,13 @@ from kvlog.buffers.ring_layout import (
     ALIGNMENT_BYTES,
     ENTRY_HEADER,
     ENTRY_MAGIC,
+    NO_SIZES,
     PAD_MAGIC,
     EntryHeader,
     EntrySizes,
     RingArea,
     TableRow,
+    count_rows,
     create_ring,
     pack_table,
     session_hash,
@@ -53,8 +55,6 @@ __all__ = [
 _VISIBLE_TRIES = 64
 """How often an entry that its checksum does not confirm is read again: a store that another core made becomes visible
 within microseconds, and one try at a 2 MiB entry takes about 100 µs, so this is over within milliseconds."""
-
-_NO_SIZES = EntrySizes(turns=0, tokens=0, row_bytes=0)
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class RingWriter:
 
     def rows_max(self, turns: int, row_bytes: int) -> int:
         """The most rows of `turns` turns that one entry can have in an empty ring; 0: not even one."""
-        fixed = EntrySizes(turns, 0, row_bytes).used_bytes + 2 * ALIGNMENT_BYTES
+        fixed = EntrySizes.of(turns, 0, row_bytes).used_bytes + 2 * ALIGNMENT_BYTES
         return max(0, (self.entry_bytes_max - fixed) // (4 + row_bytes))
 
     def reserve(self, table: Sequence[TableRow], tokens: Sequence[int], row_bytes: int) -> Reservation:
@@ -152,19 +152,16 @@ class RingWriter:
             DecodeError: the reader's side of the ring holds nonsense; close the link.
         """
         assert self._open is None, "commit or abandon the open reservation first"
-        assert len(tokens) == sum(row.n for row in table), "one token id a row"
-        assert all(row.n >= 1 for row in table), "a turn without rows has no place in a table"
-        sizes = EntrySizes(len(table), len(tokens), row_bytes)
+        assert len(tokens) == count_rows(table), "one token id a row, at least one row a turn"
+        sizes = EntrySizes.of(len(table), len(tokens), row_bytes)
         pad_bytes = self._find_room(sizes)
         position = self._head + pad_bytes
-        at = self._area.place(position)
-        data = self._area.data
-        pack_table(table, data[at + ENTRY_HEADER.size : at + sizes.tokens_at])
+        entry = self._area.data[self._area.place(position) :][: sizes.used_bytes]
+        pack_table(table, entry[ENTRY_HEADER.size :])
         ids = tokens if isinstance(tokens, array) and tokens.typecode == "I" else array("I", tokens)
-        data[at + sizes.tokens_at : at + sizes.tokens_at + 4 * sizes.tokens] = memoryview(ids).cast("B")
-        rows = data[at + sizes.rows_at : at + sizes.used_bytes]
+        entry[sizes.tokens_at : sizes.tokens_at + 4 * sizes.tokens] = memoryview(ids).cast("B")
         header = EntryHeader(ENTRY_MAGIC, 0, position, sizes.entry_bytes, sizes)
-        self._open = Reservation(rows, header, pad_bytes)
+        self._open = Reservation(entry[sizes.rows_at :], header, pad_bytes)
         return self._open
 
     def commit(self, reservation: Reservation) -> None:
@@ -172,7 +169,7 @@ class RingWriter:
         self._close_reservation(reservation)
         header, area = reservation.header, self._area
         if reservation.pad_bytes:
-            area.write_header(EntryHeader(PAD_MAGIC, 0, self._head, reservation.pad_bytes, _NO_SIZES))
+            area.write_header(EntryHeader(PAD_MAGIC, 0, self._head, reservation.pad_bytes, NO_SIZES))
         area.write_header(header)
         self._head = header.position + header.entry_bytes
         area.store_head(self._head)
@@ -206,11 +203,10 @@ class RingWriter:
             RingFull: there is no room.
             RowTooLarge: there never will be, for even one row.
         """
-        entry_bytes, most = sizes.entry_bytes, self.entry_bytes_max
-        if EntrySizes(1, 1, sizes.row_bytes).entry_bytes > most:
-            raise RowTooLarge(row_bytes=sizes.row_bytes, record_bytes_max=most)
-        free_bytes = self.bytes_free
+        entry_bytes, free_bytes, most = sizes.entry_bytes, self.bytes_free, self.entry_bytes_max
         if entry_bytes > most:
+            if EntrySizes.of(1, 1, sizes.row_bytes).entry_bytes > most:
+                raise RowTooLarge(row_bytes=sizes.row_bytes, record_bytes_max=most)
             self.counts.full += 1
             raise RingFull(entry_bytes=entry_bytes, free_bytes=free_bytes, entry_bytes_max=most)
         rest = self._area.data_bytes - self._area.place(self._head)
@@ -379,7 +375,7 @@ class RingReader:
     def _parse(self, header: EntryHeader) -> RingEntry:
         sizes, at, data = header.sizes, self._area.place(header.position), self._area.data
         table = unpack_table(bytes(data[at + ENTRY_HEADER.size : at + sizes.tokens_at]))
-        if any(row.n < 1 for row in table) or sum(row.n for row in table) != sizes.tokens:
+        if count_rows(table) != sizes.tokens:
             raise DecodeError(problem="an entry's table does not fit its token ids", position=header.position)
         ids = bytes(data[at + sizes.tokens_at : at + sizes.tokens_at + 4 * sizes.tokens])
         rows = data[at + sizes.rows_at : at + sizes.used_bytes].toreadonly()

@@ -18,8 +18,8 @@ end, a pad entry fills the rest, published together with the entry behind it. On
     │ magic │ 0     │ checksum │ position │ entry bytes │ turns │ tokens │ row bytes │ 0       │
     │ u32   │ u32   │ u64      │ u64      │ u64         │ u32   │ u32    │ u32       │         │
     ├───────┴───────┴──────────┴──────────┴─────────────┴───────┴────────┴───────────┴─────────┤
-    │ table: turns × 40 bytes  turn u64 │ epoch u64 │ session hash u64 │ start u32 │ n u32     │
-    │                          │ shard u16 │ 0 u16 │ 0 u32                                     │
+    │ table: turns × 40 bytes  turn u64 │ epoch u64 │ session hash u64 │ shard u16 │ 0 u16     │
+    │                          │ start u32 │ n u32 │ 0 u32                                     │
     │ token ids: tokens × u32, of all turns in the table's order                               │
     │ to the next multiple of 64                                                               │
     │ rows: tokens × row bytes, token-major, in the same order                                 │
@@ -40,8 +40,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvlog.buffers.memory import SealedMemory, create
 from kvlog.checksums import checksum
@@ -56,6 +55,7 @@ __all__ = [
     "CONTROL_BYTES",
     "ENTRY_HEADER",
     "ENTRY_MAGIC",
+    "NO_SIZES",
     "PAD_MAGIC",
     "TABLE_ROW",
     "EntryHeader",
@@ -64,6 +64,7 @@ __all__ = [
     "RingArea",
     "TableRow",
     "align",
+    "count_rows",
     "create_ring",
     "pack_table",
     "session_hash",
@@ -74,8 +75,8 @@ ALIGNMENT_BYTES = 64
 """A cache line; entries and their rows begin at multiples of it."""
 
 CONTROL_BYTES = 4096
-ENTRY_HEADER = struct.Struct("=IIQQQIIII16x")
-TABLE_ROW = struct.Struct("=QQQIIHHI")
+ENTRY_HEADER = struct.Struct("=I4xQQQIII20x")
+TABLE_ROW = struct.Struct("=QQQH2xII4x")
 ENTRY_MAGIC = int.from_bytes(b"KVRE", "little")
 PAD_MAGIC = int.from_bytes(b"KVRP", "little")
 
@@ -85,6 +86,10 @@ _VERSION = 1
 _HEAD_AT = 128
 _TAIL_AT = 256
 _SUMMED_FROM = 16
+_UNSUMMED_HEADER = struct.Struct("=I4xQ")
+_SUMMED_HEADER = struct.Struct("=QQIII20x")
+_HEADER_BYTES = ENTRY_HEADER.size
+_ROW_BYTES = TABLE_ROW.size
 
 
 def align(size_bytes: int) -> int:
@@ -97,9 +102,11 @@ def session_hash(session: str) -> int:
     return checksum(session.encode())
 
 
-@dataclass(frozen=True, slots=True)
-class TableRow:
-    """Rows [start, start + n) of one turn in an entry; turn and epoch tell the daemon whether they are still wanted."""
+class TableRow(NamedTuple):
+    """Rows [start, start + n) of one turn in an entry; turn and epoch tell the daemon whether they are still wanted.
+
+    A tuple, because one is made for each turn at each step: it takes a third of a frozen dataclass's time.
+    """
 
     turn: Turn
     epoch: Epoch
@@ -112,52 +119,61 @@ class TableRow:
 def pack_table(table: Sequence[TableRow], into: memoryview) -> None:
     """Write table rows one after the other from the beginning of `into`."""
     at = 0
+    pack_into, size = TABLE_ROW.pack_into, TABLE_ROW.size
     for row in table:
-        TABLE_ROW.pack_into(
-            into, at, row.turn, row.epoch, row.session_hash, row.start, row.n, row.shard, 0, 0
-        )
-        at += TABLE_ROW.size
+        pack_into(into, at, *row)
+        at += size
 
 
 def unpack_table(data: bytes) -> tuple[TableRow, ...]:
     """The table rows of whole bytes; any bytes give some rows, whose sense is the caller's to judge."""
     return tuple(
         TableRow(Turn(turn), Epoch(epoch), hashed, Shard(shard), Position(start), n)
-        for turn, epoch, hashed, start, n, shard, _, _ in TABLE_ROW.iter_unpack(data)
+        for turn, epoch, hashed, shard, start, n in TABLE_ROW.iter_unpack(data)
     )
 
 
-@dataclass(frozen=True, slots=True)
-class EntrySizes:
-    """Where the parts of an entry lie, in bytes from its beginning; the same arithmetic on both sides."""
+def count_rows(table: Sequence[TableRow]) -> int | None:
+    """The rows of all turns together; None if a turn has none, which no right table says."""
+    total = 0
+    for row in table:
+        if row.n < 1:
+            return None
+        total += row.n
+    return total
+
+
+class EntrySizes(NamedTuple):
+    """Where the parts of an entry lie, in bytes from its beginning; the same arithmetic on both sides.
+
+    Args:
+        tokens_at: where the token ids begin.
+        rows_at: where the rows begin.
+        used_bytes: where the rows end.
+        entry_bytes: what the entry takes in the ring.
+    """
 
     turns: int
     tokens: int
     row_bytes: int
+    tokens_at: int
+    rows_at: int
+    used_bytes: int
+    entry_bytes: int
 
-    @property
-    def tokens_at(self) -> int:
-        """Where the token ids begin."""
-        return ENTRY_HEADER.size + self.turns * TABLE_ROW.size
-
-    @property
-    def rows_at(self) -> int:
-        """Where the rows begin."""
-        return align(self.tokens_at + 4 * self.tokens)
-
-    @property
-    def used_bytes(self) -> int:
-        """Where the rows end."""
-        return self.rows_at + self.tokens * self.row_bytes
-
-    @property
-    def entry_bytes(self) -> int:
-        """What the entry takes in the ring."""
-        return align(self.used_bytes)
+    @classmethod
+    def of(cls, turns: int, tokens: int, row_bytes: int) -> Self:
+        """The sizes that follow from a table of `turns` rows, `tokens` token ids and as many rows."""
+        tokens_at = _HEADER_BYTES + turns * _ROW_BYTES
+        rows_at = align(tokens_at + 4 * tokens)
+        used_bytes = rows_at + tokens * row_bytes
+        return cls(turns, tokens, row_bytes, tokens_at, rows_at, used_bytes, align(used_bytes))
 
 
-@dataclass(frozen=True, slots=True)
-class EntryHeader:
+NO_SIZES = EntrySizes.of(turns=0, tokens=0, row_bytes=0)
+
+
+class EntryHeader(NamedTuple):
     """The 64 bytes with which an entry or a pad begins."""
 
     magic: int
@@ -169,8 +185,8 @@ class EntryHeader:
     @classmethod
     def unpack(cls, data: bytes) -> Self:
         """The header that 64 bytes stand for; any 64 bytes give one."""
-        magic, _, summed, position, entry_bytes, turns, tokens, row_bytes, _ = ENTRY_HEADER.unpack(data)
-        return cls(magic, summed, position, entry_bytes, EntrySizes(turns, tokens, row_bytes))
+        magic, summed, position, entry_bytes, turns, tokens, row_bytes = ENTRY_HEADER.unpack(data)
+        return cls(magic, summed, position, entry_bytes, EntrySizes.of(turns, tokens, row_bytes))
 
     @property
     def is_pad(self) -> bool:
@@ -250,11 +266,10 @@ class RingArea:
 
     def write_header(self, header: EntryHeader) -> None:
         """Write an entry's header; the checksum is computed over what is there, so everything else comes first."""
-        at = self.place(header.position)
-        sizes = header.sizes
-        fields = (header.position, header.entry_bytes, sizes.turns, sizes.tokens, sizes.row_bytes, 0)
-        ENTRY_HEADER.pack_into(self.data, at, header.magic, 0, 0, *fields)
-        ENTRY_HEADER.pack_into(self.data, at, header.magic, 0, self.summed(header.position, header), *fields)
+        at, sizes = self.place(header.position), header.sizes
+        fields = (header.position, header.entry_bytes, sizes.turns, sizes.tokens, sizes.row_bytes)
+        _SUMMED_HEADER.pack_into(self.data, at + _SUMMED_FROM, *fields)
+        _UNSUMMED_HEADER.pack_into(self.data, at, header.magic, self.summed(header.position, header))
 
     def close(self) -> None:
         """Give the views of the memory back."""

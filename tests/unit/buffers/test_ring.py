@@ -194,7 +194,7 @@ def test_ring_entry_with_any_byte_flipped_is_refused_for_good(memory):
     """Header, table, token ids and rows are all under the checksum; only the pads between entries are not."""
     writer = RingWriter(memory)
     put(writer, [row(2)], [1, 2], bytes(range(128)))
-    sizes = EntrySizes(1, 2, 64)
+    sizes = EntrySizes.of(1, 2, 64)
     unsummed = set(range(4, 8))  # zero, and never read
     for at in _corrupt_each_byte(memory, sizes.used_bytes):
         if at in unsummed:
@@ -284,12 +284,14 @@ def test_ring_tail_that_is_unaligned_is_refused_by_a_new_reader(memory, unaligne
 @pytest.mark.parametrize(
     "header",
     [
-        EntryHeader(PAD_MAGIC, 0, 0, 64, EntrySizes(0, 0, 0)),
-        EntryHeader(PAD_MAGIC, 0, 0, 4096, EntrySizes(0, 0, 0)),
-        EntryHeader(12345, 0, 0, 128, EntrySizes(1, 0, 0)),
-        EntryHeader(int.from_bytes(b"KVRE", "little"), 0, 0, 128, EntrySizes(1, 1, 0)),
-        EntryHeader(int.from_bytes(b"KVRE", "little"), 0, 0, 128, EntrySizes(0, 1, 0)),
-        EntryHeader(int.from_bytes(b"KVRE", "little"), 0, 0, 64, EntrySizes(2**32 - 1, 2**32 - 1, 2**32 - 1)),
+        EntryHeader(PAD_MAGIC, 0, 0, 64, EntrySizes.of(0, 0, 0)),
+        EntryHeader(PAD_MAGIC, 0, 0, 4096, EntrySizes.of(0, 0, 0)),
+        EntryHeader(12345, 0, 0, 128, EntrySizes.of(1, 0, 0)),
+        EntryHeader(int.from_bytes(b"KVRE", "little"), 0, 0, 128, EntrySizes.of(1, 1, 0)),
+        EntryHeader(int.from_bytes(b"KVRE", "little"), 0, 0, 128, EntrySizes.of(0, 1, 0)),
+        EntryHeader(
+            int.from_bytes(b"KVRE", "little"), 0, 0, 64, EntrySizes.of(2**32 - 1, 2**32 - 1, 2**32 - 1)
+        ),
     ],
 )
 def test_ring_entry_with_a_right_checksum_and_impossible_sizes_is_refused(memory, header: EntryHeader):
@@ -310,8 +312,8 @@ def test_ring_pad_behind_a_pad_is_refused(memory):
     area = RingArea(memory)
     area.store_tail(4032)
     reader = RingReader(memory)
-    area.write_header(EntryHeader(PAD_MAGIC, 0, 4032, 64, EntrySizes(0, 0, 0)))
-    area.write_header(EntryHeader(PAD_MAGIC, 0, 4096, 4032, EntrySizes(0, 0, 0)))
+    area.write_header(EntryHeader(PAD_MAGIC, 0, 4032, 64, EntrySizes.of(0, 0, 0)))
+    area.write_header(EntryHeader(PAD_MAGIC, 0, 4096, 4032, EntrySizes.of(0, 0, 0)))
     area.store_head(4032 + 4096)
     with pytest.raises(DecodeError, match="a pad does not end where the ring does"):
         reader.peek()

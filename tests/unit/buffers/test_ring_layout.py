@@ -45,9 +45,9 @@ def test_ring_entry_is_laid_out_as_drawn():
         )
         assert (magic, zero, position, turns, tokens, row_bytes) == (b"KVRE", 0, 0, 2, 3, 50)
         assert entry[44:64] == bytes(20)
-        first = struct.unpack_from("=QQQIIHHI", entry, 64)
-        assert first == (3, 5, xxhash.xxh3_64_intdigest(b"a"), 7, 2, 1, 0, 0)
-        assert struct.unpack_from("=QQQIIHHI", entry, 104)[:2] == (4, 6)
+        first = struct.unpack_from("=QQQHHIII", entry, 64)
+        assert first == (3, 5, xxhash.xxh3_64_intdigest(b"a"), 1, 0, 7, 2, 0)
+        assert struct.unpack_from("=QQQHHIII", entry, 104)[:2] == (4, 6)
         assert struct.unpack_from("=3I", entry, 144) == (10, 11, 12)
         assert entry[192:342] == bytes(range(150))
         assert size == 384
