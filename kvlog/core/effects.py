@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvlog.core.verdicts import Judgement
     from kvlog.ids import Epoch, Offset, Partition, Position, SessionId, Turn
+    from kvlog.layout import Layout
     from kvlog.records import Claim, Delta, Record, Snapshot
 
 __all__ = [
@@ -59,6 +60,7 @@ class StoreRows:
 
     delta: Delta
     payload: memoryview
+    layout: Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,7 @@ class StandbyCore:
             case Snapshot():
                 return (NoteSnapshot(record, offset),)
             case Delta():
-                return (StoreRows(record, entry.payload),)
+                return (StoreRows(record, entry.payload, state.claim.identity.layout),)
             case Truncate():
                 cut = (CutRows(record.session, record.length),) if longest > record.length else ()
                 healed = (SessionHealed(record.session, offset),) if before is Standing.BROKEN else ()
