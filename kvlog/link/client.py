@@ -188,6 +188,11 @@ class LinkClient:
         """The link has ended, or is about to."""
         return self._cause is not None
 
+    @property
+    def has_room(self) -> bool:
+        """Less than half of the send queue is in use; who has many large messages waits for it."""
+        return self._queued_bytes < self._options.queue_bytes_max // 2
+
     def start(self, events: LinkEvents) -> None:
         """Start both threads."""
         seconds = int(self._options.ping_seconds)
