@@ -10,7 +10,7 @@ from kvlog.layout import DType, Identity, Layout
 from kvlog.limits import DEFAULT
 from kvlog.records import Claim, Codec, Delta, End, EndReason, Record, Snapshot, Truncate
 
-__all__ = ["CLAIM", "DELTA", "END", "ROWS", "SAMPLES", "SNAPSHOT", "TRUNCATE", "Sample"]
+__all__ = ["CLAIM", "DELTA", "END", "ROWS", "SAMPLES", "SNAPSHOT", "TRUNCATE", "WIDEST_DELTA", "Sample"]
 
 U64_MAX = (1 << 64) - 1
 OFFSET_MAX = (1 << 63) - 1
@@ -95,6 +95,20 @@ WIDEST_CLAIM = Claim(
 )
 
 
+WIDEST_DELTA = Delta(
+    session=LONGEST_SESSION,
+    epoch=Epoch(OFFSET_MAX),
+    writer=Writer(b"\xff" * 16),
+    seq=Seq(OFFSET_MAX),
+    shard=Shard(DEFAULT.shards - 1),
+    start=Position(DEFAULT.session_tokens - 2),
+    tokens=((1 << 32) - 1, (1 << 32) - 1),
+    context=Digest(b"\xff" * 16),
+    codec=Codec.IDS,
+    payload_checksum=U64_MAX,
+)
+
+
 def delta(codec: Codec, payload: bytes) -> Delta:
     """Makes the sample delta with another payload."""
     return replace(DELTA, codec=codec, payload_checksum=checksum(payload))
@@ -121,21 +135,7 @@ SAMPLES = {
     "delta_split_zstd": Sample(
         delta(Codec.SPLIT_ZSTD, SPLIT_PAYLOAD), chain=4, payload=SPLIT_PAYLOAD, rows=ROWS
     ),
-    "delta_widest": Sample(
-        Delta(
-            session=LONGEST_SESSION,
-            epoch=Epoch(OFFSET_MAX),
-            writer=Writer(b"\xff" * 16),
-            seq=Seq(OFFSET_MAX),
-            shard=Shard(DEFAULT.shards - 1),
-            start=Position(DEFAULT.session_tokens - 2),
-            tokens=((1 << 32) - 1, (1 << 32) - 1),
-            context=Digest(b"\xff" * 16),
-            codec=Codec.IDS,
-            payload_checksum=U64_MAX,
-        ),
-        chain=U64_MAX,
-    ),
+    "delta_widest": Sample(WIDEST_DELTA, chain=U64_MAX),
     "truncate": Sample(TRUNCATE, chain=0x5555555555555555),
     "truncate_zero": Sample(replace(TRUNCATE, length=Position(0)), chain=0),
     "snapshot": Sample(SNAPSHOT, chain=0),
