@@ -9,8 +9,8 @@ base[i - 1] is read back from row i - 1 in the cache, and the logits are a funct
     logits   = mixed from xxh3_64(whole[n - 1] ‖ xxh3_64 of 4 earlier rows that whole[n - 1] chooses)
 
 After `load_rows` or `cut`, `whole` is computed anew over the whole cache at the next forward: one wrong byte in an
-attached row changes all logits from then on (one token in 256 is the same by chance). The four rows a step find what is overwritten later. Nothing depends on
-when rows were hashed, so a resumed request gives the same tokens.
+attached row changes all logits from then on (one token in 256 is the same by chance). The four rows a step find what is
+overwritten later. Nothing depends on when rows were hashed, so a resumed request gives the same tokens.
 
 Vocabulary: 0-255 are bytes (prompts), 256-511 are syllables (answers); it never ends an answer by itself.
 Cost of a step on one busy core: 0.1 ms at 4 KiB a row, 0.4 ms at 128 KiB.

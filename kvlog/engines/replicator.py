@@ -1,0 +1,345 @@
+"""The engine's adapter to its daemon: turns, rows out, rows in; generation never waits for it and never fails by it.
+
+One thread connects, connects again (bounded backoff), and opens turns anew that lost their link or were refused for a
+passing reason: a request that began without a daemon is logged from its first row as soon as there is one, because its
+rows are still in the engine's own cache. What the engine calls on its step (`after_step`) copies rows into the ring and
+counts; a full ring, a dead daemon and a fenced turn all mean that it copies less.
+
+`open_turn`, `TurnHandle.load_into` and `close_turn` may take a bounded time and belong on a request's own thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvlog.engines.engine_link import EngineLink
+from kvlog.engines.stepwrite import RowSource, StepBudget
+from kvlog.engines.turn_state import Logged, TurnRequest, TurnState, Unlogged
+from kvlog.engines.turns import LoadCounts, TurnHandle
+from kvlog.errors import ConfigError, LinkClosed, LocalProtocolError
+from kvlog.ids import Position
+from kvlog.link.client import ClientOptions, LinkClient, connect
+from kvlog.link.messages import (
+    DIGEST_NONE,
+    PROTOCOL,
+    CloseTurn,
+    Forget,
+    Hello,
+    Release,
+    TurnFenced,
+    TurnOpened,
+    UnloggedReason,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvlog.engines.base import RowCache
+    from kvlog.ids import Digest, SessionId, Shard
+    from kvlog.layout import Identity
+    from kvlog.link.client import Answer, LinkEvent
+    from kvlog.modes import SyncMode
+
+__all__ = ["ReplicationCounts", "Replicator", "ReplicatorOptions"]
+
+_SHORT_LIFE_SECONDS = 1.0
+"""A link that lived for less does not reset the backoff: a daemon that dies at each welcome is not called in a loop."""
+
+_IDLE_SECONDS = 0.25
+"""The replicator's thread looks at its turns at least so often; it is woken for everything that matters."""
+
+_RING_POLL_SECONDS = 0.002
+"""A reader does not ring back, so who waits for room looks again: a few entries' time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatorOptions:
+    """How one engine process talks to its daemon.
+
+    Args:
+        socket: the daemon's unix socket.
+        engine: kind and version, for people.
+        step_bytes: rows that one step writes at most; what is behind that catches up over several steps.
+        close_bytes: rows that `close_turn` writes at a time, holding the ring's lock against the step.
+        close_seconds: how long `close_turn` holds a cache to write what is behind.
+        answer_seconds: what a daemon may take to answer beyond the time it was given for the claim.
+        backoff_seconds_min: the first pause between two attempts to connect; doubled each time.
+        backoff_seconds_max: the longest one.
+        client: deadlines of the link.
+    """
+
+    socket: Path
+    engine: str = "kvlog"
+    step_bytes: int = 8 << 20
+    close_bytes: int = 1 << 20
+    close_seconds: float = 2.0
+    answer_seconds: float = 1.0
+    backoff_seconds_min: float = 0.05
+    backoff_seconds_max: float = 2.0
+    client: ClientOptions = field(default_factory=ClientOptions)
+
+
+@dataclass(slots=True)
+class ReplicationCounts:
+    """What a replicator has done since its start; `hook`: seconds in `after_step`."""
+
+    steps: int = 0
+    rows: int = 0
+    ring_full: int = 0
+    hook_seconds: float = 0.0
+    hook_seconds_max: float = 0.0
+    turns_opened: int = 0
+    turns_reopened: int = 0
+    turns_fenced: int = 0
+    connects: int = 0
+    refusal: str = ""
+
+
+class Replicator:
+    """Replicates the caches of one engine process (one shard) through its daemon."""
+
+    def __init__(self, options: ReplicatorOptions, identity: Identity, shard: Shard) -> None:
+        self._options = options
+        self._identity = identity
+        self._shard = shard
+        self._link: EngineLink | None = None
+        self._live: set[TurnState] = set()
+        self._wake = threading.Event()
+        self._linked = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._supervise, name="kvlog-replicator", daemon=True)
+        self._step = 0
+        self.counts = ReplicationCounts()
+        self.loads = LoadCounts()
+
+    @property
+    def connected(self) -> bool:
+        """There is a daemon now."""
+        return self._link is not None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of this engine's layout."""
+        return self._identity.layout.row_bytes
+
+    def start(self) -> None:
+        """Start the thread; returns at once."""
+        self._thread.start()
+
+    def wait_connected(self, timeout_seconds: float) -> bool:
+        """Wait for a daemon, at most so long. Returns: whether there is one."""
+        return self._linked.wait(timeout_seconds)
+
+    def close(self) -> None:
+        """Leave the daemon; turns that are still open end there with the link."""
+        self._stopping = True
+        self._wake.set()
+        link = self._link
+        if link is not None:
+            link.client.close()
+        self._thread.join(self._options.client.connect_seconds + 1.0)
+
+    def open_turn(
+        self,
+        session: SessionId,
+        tokens: Sequence[int],
+        *,
+        context: Digest = DIGEST_NONE,
+        mode: SyncMode | None = None,
+        wait_seconds: float = 1.0,
+    ) -> TurnHandle:
+        """Ask for a turn and wait for the answer, so long and `answer_seconds` more; never raises.
+
+        Args:
+            session: whose turn.
+            tokens: all ids known so far; a list that the engine appends to is welcome, it is read again when the turn
+                has to be opened anew.
+            context: LoRA, media, salt.
+            mode: None: the daemon's setting.
+            wait_seconds: how long the daemon may try to become primary.
+
+        Returns: a handle, logged or not; see its `reason`.
+        """
+        request = TurnRequest(session, context, mode, int(1000 * wait_seconds))
+        turn = TurnState(request, tokens)
+        self._live.add(turn)
+        link = self._link
+        if link is not None:
+            self._ask(link, turn)
+            turn.wait_answer(wait_seconds + self._options.answer_seconds)
+            turn.unanswered(time.monotonic())
+        return TurnHandle(turn, self.row_bytes, self.loads)
+
+    def after_step(self, active: Sequence[tuple[TurnHandle, RowCache, Sequence[int]]]) -> None:
+        """Write the rows that all these turns' caches have beyond their cursors, as one ring entry; never waits.
+
+        Args:
+            active: handle, cache and ids so far of every request in the step; ids at least as many as rows.
+        """
+        started = time.perf_counter()
+        link = self._link
+        self._step += 1
+        if link is not None:
+            sources = []
+            for handle, cache, tokens in active:
+                phase = handle.turn.follow(tokens)
+                if isinstance(phase, Logged) and phase.link is link:
+                    sources.append(RowSource(phase.cursor, cache, tokens))
+            self._write(link, sources, self._options.step_bytes)
+        else:
+            for handle, _, tokens in active:
+                handle.turn.follow(tokens)
+        seconds = time.perf_counter() - started
+        counts = self.counts
+        counts.steps += 1
+        counts.hook_seconds += seconds
+        counts.hook_seconds_max = max(counts.hook_seconds_max, seconds)
+
+    def close_turn(self, handle: TurnHandle, cache: RowCache, tokens: Sequence[int]) -> None:
+        """Write what is behind the cursor, for at most `close_seconds`, then end the turn; the cache is free after it.
+
+        A turn that was logged before and has lost its link waits for the next one within the same time.
+        """
+        turn = handle.turn
+        turn.follow(tokens)
+        self._drain(turn, cache, time.monotonic() + self._options.close_seconds)
+        handle.release()
+        self._live.discard(turn)
+        logged = turn.close()
+        if logged is not None:
+            logged.link.turns.pop(logged.cursor.turn, None)
+            logged.link.client.send(CloseTurn(logged.cursor.turn, Position(logged.cursor.position)))
+
+    def forget(self, session: SessionId) -> None:
+        """End a session everywhere, if there is a daemon to tell; else it ends by its time to live."""
+        link = self._link
+        if link is not None:
+            link.client.send(Forget(session))
+
+    def _write(self, link: EngineLink, sources: Sequence[RowSource], step_bytes: int) -> int:
+        budget = StepBudget(step_bytes, self._step)
+        written = link.write(sources, self.row_bytes, self._shard, budget)
+        self.counts.rows += written.rows
+        self.counts.ring_full += written.full
+        return written.rows
+
+    def _drain(self, turn: TurnState, cache: RowCache, deadline: float) -> None:
+        """Write a finished request's last rows."""
+        while time.monotonic() < deadline:
+            phase = turn.phase
+            left = deadline - time.monotonic()
+            if isinstance(phase, Logged):
+                source = RowSource(phase.cursor, cache, turn.tokens)
+                if not source.behind:
+                    return
+                if not self._write(phase.link, [source], self._options.close_bytes):
+                    turn.wait_while(phase, min(_RING_POLL_SECONDS, left))
+            elif turn.epoch and turn.reason is not None and turn.reason.passes:
+                turn.wait_while(phase, left)
+            else:
+                return
+
+    # The replicator's thread, and what the link's reader calls.
+
+    def _supervise(self) -> None:
+        backoff = self._options.backoff_seconds_min
+        while not self._stopping:
+            link = self._connect()
+            if link is None:
+                self._pause(backoff)
+                backoff = min(2 * backoff, self._options.backoff_seconds_max)
+                continue
+            began = time.monotonic()
+            self._serve(link)
+            if time.monotonic() - began >= _SHORT_LIFE_SECONDS:
+                backoff = self._options.backoff_seconds_min
+            self._pause(backoff)
+
+    def _pause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self._stopping and (left := deadline - time.monotonic()) > 0:
+            self._wake.wait(left)
+            self._wake.clear()
+
+    def _connect(self) -> EngineLink | None:
+        options = self._options
+        hello = Hello(PROTOCOL, options.engine, os.getpid(), self._identity, self._shard)
+        try:
+            link = EngineLink.open(connect(options.socket, hello, options.client))
+        except (LinkClosed, ConfigError) as error:
+            self.counts.refusal = str(error)
+            return None
+        self.counts.refusal = ""
+        self.counts.connects += 1
+        link.client.start(self)
+        return link
+
+    def _serve(self, link: EngineLink) -> None:
+        """Look after the turns until the link has ended."""
+        self._link = link
+        self._linked.set()
+        while not self._stopping and not link.client.closed:
+            self._open_anew(link)
+            self._wake.wait(_IDLE_SECONDS)
+            self._wake.clear()
+        self._link = None
+        self._linked.clear()
+        now = time.monotonic()
+        for turn in tuple(self._live):
+            turn.link_lost(link, now)
+        link.close()
+
+    def _open_anew(self, link: EngineLink) -> None:
+        now = time.monotonic()
+        for turn in tuple(self._live):
+            turn.unanswered(now)
+            if isinstance(turn.phase, Unlogged) and link.client.has_room:
+                self._ask(link, turn)
+
+    def _ask(self, link: EngineLink, turn: TurnState) -> None:
+        """Ask for a turn if it is time to."""
+        now = time.monotonic()
+        patience = turn.request.wait_ms / 1000 + self._options.answer_seconds
+        attempt = turn.begin(now, now + patience)
+        if attempt is None:
+            return
+        try:
+            link.client.ask(turn.message, lambda answer: self._answered(link, turn, attempt, answer))
+        except LocalProtocolError:  # longer than a session may be
+            turn.refuse(UnloggedReason.NOT_SUPPORTED, now)
+
+    def _answered(self, link: EngineLink, turn: TurnState, attempt: int, answer: Answer | LinkClosed) -> bool:
+        wanted = turn.answered(attempt, link, answer, time.monotonic())
+        if wanted and isinstance(answer, TurnOpened):
+            link.turns[answer.turn] = turn
+            self.counts.turns_opened += 1
+            if (
+                turn.attach is None or turn.attach.opened is not answer
+            ):  # it goes on without: its cache has rows already
+                self.counts.turns_reopened += 1
+                link.client.send(Release(answer.turn))
+        self.counts.turns_fenced += wanted and turn.fenced.is_set()
+        return wanted
+
+    def link_event(self, client: LinkClient, event: LinkEvent) -> None:
+        """LinkEvents: called on the link's reader thread."""
+        link = self._link
+        if link is None or link.client is not client:
+            return
+        turn = link.turns.get(event.turn)
+        if turn is not None:
+            turn.link_event(link, event, time.monotonic())
+            self.counts.turns_fenced += isinstance(event, TurnFenced)
+            self._wake.set()
+
+    def link_closed(self, client: LinkClient, cause: LinkClosed) -> None:
+        """LinkEvents: called on the link's reader thread."""
+        link = self._link
+        if link is not None and link.client is client:
+            self.counts.refusal = str(cause)
+        self._wake.set()

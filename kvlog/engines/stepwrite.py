@@ -1,0 +1,147 @@
+"""One step's new rows of all turns, gathered straight into the ring as one entry; what does not fit waits.
+
+Budget: a step writes at most `step_bytes`, but at least one row of every turn that is behind, so that a batch keeps up
+however large its rows are. A turn that is far behind (a prefill, a full ring, a daemon that was away) catches up over
+several steps from the engine's own cache, and its cursor stays where the ring is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvlog.buffers.ring import TableRow
+from kvlog.errors import RingFull
+from kvlog.ids import Epoch, Position, Shard, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvlog.buffers.ring import RingWriter
+    from kvlog.engines.base import RowCache
+
+__all__ = ["LogCursor", "RowSource", "StepBudget", "Written", "share_rows", "write_step"]
+
+_SMALLER_TRIES = 3
+"""A full ring is tried again with a quarter of the rows so often: what is free may lie in two parts."""
+
+_SMALLER_BY = 4
+
+
+@dataclass(slots=True)
+class LogCursor:
+    """How far the ring has one turn's rows; `position` moves when rows are written."""
+
+    turn: Turn
+    epoch: Epoch
+    session_hash: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowSource:
+    """Where a turn's rows are; `tokens` has the id of at least every position of the cache that is to be written."""
+
+    cursor: LogCursor
+    cache: RowCache
+    tokens: Sequence[int]
+
+    @property
+    def behind(self) -> int:
+        """Rows that are computed and not in the ring."""
+        return max(0, min(self.cache.length, len(self.tokens)) - self.cursor.position)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """How much one step may write: `step_bytes` of rows, and which turn is served first."""
+
+    step_bytes: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What went into the ring; `full`: rows were left out because the ring had no room."""
+
+    rows: int
+    full: bool
+
+
+def share_rows(behind: Sequence[int], rows_max: int, first: int) -> list[int]:
+    """Split a budget: one row for each in turn from index `first` on, then all that is left to each in the same order.
+
+    Args:
+        behind: rows each turn could write, ≥ 1.
+        rows_max: the budget, ≥ 0.
+        first: any number; taken modulo the number of turns, so that a rising one is fair.
+    """
+    count = len(behind)
+    order = [(first + k) % count for k in range(count)] if count else []
+    shares = [0] * count
+    left = rows_max
+    for index in order:
+        take = min(1, left)
+        shares[index] = take
+        left -= take
+    for index in order:
+        take = min(behind[index] - shares[index], left)
+        shares[index] += take
+        left -= take
+    return shares
+
+
+def write_step(
+    ring: RingWriter, sources: Sequence[RowSource], row_bytes: int, shard: Shard, budget: StepBudget
+) -> Written:
+    """Write what the budget and the ring allow, and move the cursors.
+
+    Raises:
+        RowTooLarge: the ring never takes a row of this size.
+        DecodeError: the daemon's side of the ring is nonsense; close the link.
+    """
+    late = [source for source in sources if source.behind]
+    if not late:
+        return Written(0, full=False)
+    wanted = max(len(late), budget.step_bytes // row_bytes)
+    rows_max = min(wanted, ring.rows_max(len(late), row_bytes))
+    for _ in range(_SMALLER_TRIES):
+        shares = share_rows([source.behind for source in late], rows_max, budget.first)
+        picked = [(source, rows) for source, rows in zip(late, shares, strict=True) if rows]
+        try:
+            rows = _write_entry(ring, picked, row_bytes, shard)
+        except RingFull:
+            rows_max = sum(shares) // _SMALLER_BY
+            if not rows_max:
+                return Written(0, full=True)
+        else:
+            return Written(rows, full=rows_max < wanted and any(source.behind for source in late))
+    return Written(0, full=True)
+
+
+def _write_entry(
+    ring: RingWriter, picked: Sequence[tuple[RowSource, int]], row_bytes: int, shard: Shard
+) -> int:
+    """One entry; cursors move only when it is committed."""
+    tokens = array("I")
+    table = []
+    for source, rows in picked:
+        cursor = source.cursor
+        tokens.extend(source.tokens[cursor.position : cursor.position + rows])
+        start = Position(cursor.position)
+        table.append(TableRow(cursor.turn, cursor.epoch, cursor.session_hash, shard, start, rows))
+    reservation = ring.reserve(table, tokens, row_bytes)
+    try:
+        at = 0
+        for source, rows in picked:
+            end = at + rows * row_bytes
+            source.cache.copy_rows(source.cursor.position, reservation.rows[at:end])
+            at = end
+    except BaseException:
+        ring.abandon(reservation)
+        raise
+    ring.commit(reservation)
+    for source, rows in picked:
+        source.cursor.position += rows
+    return len(tokens)

@@ -1,0 +1,104 @@
+"""One request's turn as its engine sees it: what to attach, how far the log has it, and whether it was fenced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvlog.engines.turn_state import Logged
+from kvlog.ids import Position
+from kvlog.link.messages import Release
+
+if TYPE_CHECKING:
+    import threading
+
+    from kvlog.engines.base import RowCache
+    from kvlog.engines.turn_state import TurnState
+    from kvlog.link.messages import EndedReason, UnloggedReason
+
+__all__ = ["LoadCounts", "TurnHandle"]
+
+
+@dataclass(slots=True)
+class LoadCounts:
+    """Attaches of one replicator: rows that verified, and attaches that were cut short because one did not."""
+
+    rows_verified: int = 0
+    failed: int = 0
+
+
+class TurnHandle:
+    """Made by `Replicator.open_turn`; used by the request's own thread.
+
+    Args:
+        turn: what the replicator keeps of it.
+        row_bytes: of the engine's layout.
+        counts: where loads are counted.
+    """
+
+    def __init__(self, turn: TurnState, row_bytes: int, counts: LoadCounts) -> None:
+        self.turn = turn
+        self._row_bytes = row_bytes
+        self._counts = counts
+        self._attach: Logged | None = turn.settle()
+        # The last token's logits are needed, so at least its row is computed, whatever can be attached.
+        self._rows_max = max(0, len(turn.tokens) - 1)
+
+    @property
+    def attach_length(self) -> int:
+        """Rows that can be attached: fewer than the tokens that were asked for."""
+        if self._attach is None or self._attach.opened.row_bytes != self._row_bytes:
+            return 0
+        return min(self._attach.opened.attach_length, self._rows_max)
+
+    @property
+    def logged(self) -> bool:
+        """Rows go to the log now."""
+        return isinstance(self.turn.phase, Logged)
+
+    @property
+    def reason(self) -> UnloggedReason | EndedReason | None:
+        """Why they do not; None if they do."""
+        return self.turn.reason
+
+    @property
+    def log_from(self) -> Position | None:
+        """The first row that this turn logs, as of the last time it was opened; None if it is not logged now."""
+        phase = self.turn.phase
+        return phase.opened.log_from if isinstance(phase, Logged) else None
+
+    @property
+    def cursor(self) -> Position | None:
+        """The first row that is not in the ring; None if it is not logged now."""
+        phase = self.turn.phase
+        return Position(phase.cursor.position) if isinstance(phase, Logged) else None
+
+    @property
+    def acked_length(self) -> Position:
+        """The log holds the rows below, as far as the daemon has said."""
+        return self.turn.acked_length
+
+    @property
+    def fenced(self) -> threading.Event:
+        """Set once another node has taken the session: end the request, emit nothing more."""
+        return self.turn.fenced
+
+    def load_into(self, cache: RowCache) -> int:
+        """Copy the attached rows, verify the copy, append them to an empty cache, and give the daemon its blocks back.
+
+        Returns: rows loaded: `attach_length`, or fewer if a row did not verify; never a wrong one.
+        """
+        assert cache.length == 0, "rows are attached from position 0"
+        wanted, rows = self.attach_length, 0
+        if self._attach is not None and wanted:
+            rows = self._attach.link.load(self._attach.opened, wanted, cache.load_rows)
+            self._counts.rows_verified += rows
+            self._counts.failed += rows < wanted
+        self.release()
+        return rows
+
+    def release(self) -> None:
+        """Let the daemon have the attach's blocks back; may be called twice."""
+        attach, self._attach = self._attach, None
+        if attach is not None:
+            attach.link.client.send(Release(attach.cursor.turn))
