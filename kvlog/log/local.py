@@ -202,7 +202,7 @@ class LocalLog:
 
     def write_lock_holder(self) -> Holder | None:
         """The process that is in a write transaction now; None: nobody, or one that cannot be seen from here."""
-        return holder(self._paths.write)
+        return holder(self._paths.lock)
 
     def _opened(self) -> Scribe:
         if self._scribe is None:

@@ -1,16 +1,17 @@
-"""The write lock of a local log's directory: one process at a time writes or checkpoints, in turn.
+"""The write lock of a local log's directory: one process at a time writes or checkpoints.
 
-SQLite has a write lock of its own, and we take ours around it for two reasons:
+SQLite has a write lock of its own; ours goes around it for three reasons:
 
-- Waiting for SQLite's lock is polling with sleeps of up to 100 ms, and a busy writer starves the others. Ours is flock,
-  which blocks in the kernel, with a turnstile before it: who waits for `write.lock` holds `turn.lock`, so the process
-  that has just released the one must queue behind it for the other. Two busy writers alternate.
 - SQLite from 3.7.0 up to 3.51.2 can corrupt a database when one connection checkpoints while another writes and
   restarts the WAL (https://www.sqlite.org/wal.html#walresetbug). Under this lock that never happens
   (INV-LOCAL-ONE-WRITER).
+- SQLite waits with sleeps of up to 100 ms, in which a busy writer comes back again and again. Ours are short, and a
+  writer with more to write pauses a little longer than that (`give_way`), so that two busy ones alternate.
+- `holder` can name the process that keeps the others waiting.
 
-The kernel drops the lock when its holder dies. A holder that is stopped (SIGSTOP) keeps it, as it would keep SQLite's:
-`holder` says who it is.
+It is flock, which the kernel drops when its holder dies. It is tried, not waited for in the kernel: a wait there has no
+deadline, and a stopped (SIGSTOP) process in the kernel's queue keeps those behind it waiting though the lock is free.
+What remains: a process that is stopped while it holds the lock keeps the others from writing, as with any lock.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Holder", "WriteLock", "holder", "locked"]
+__all__ = ["Holder", "WriteLock", "give_way", "holder"]
+
+_RETRY_SECONDS = 0.0005
+"""Between two tries; a transaction lasts from 0.3 ms to some 30 ms."""
 
 _MODE = 0o666
 """Less the umask. Who may use the log is the directory's to say."""
 
-_RETRY_SECONDS = 0.01
-"""Pause of `locked`, which is for creating a log: rare, short, and needs a deadline."""
-
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that holds a write lock, and whether it is stopped (SIGSTOP, or under a debugger)."""
+    """The process that holds a write lock, and whether it is stopped (SIGSTOP, or by a debugger)."""
 
     pid: int
     stopped: bool
@@ -47,66 +48,51 @@ class Holder:
 
 
 class WriteLock:
-    """Two flock files of one directory, opened, for one thread. Waits end with the holder's transaction or death."""
+    """One directory's lock file, opened, for one thread."""
 
-    def __init__(self, *, turn: Path, write: Path) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._turn = os.open(turn, flags, _MODE)
-        try:
-            self._write = os.open(write, flags, _MODE)
-        except OSError:
-            os.close(self._turn)
-            raise
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
 
-    def acquire(self) -> None:
-        """Wait for our turn, then for the lock."""
-        fcntl.flock(self._turn, fcntl.LOCK_EX)
+    @contextmanager
+    def held(self, *, seconds: float) -> Iterator[None]:
+        """Hold the lock.
+
+        Raises:
+            TimeoutError: another process held it for so long; it is named.
+        """
+        deadline = time.monotonic() + seconds
+        while not self._taken():
+            if time.monotonic() >= deadline:
+                who = holder(self._path) or "another process"
+                raise TimeoutError(f"{who} has held {self._path.name} for {seconds:.1f} s")
+            time.sleep(_RETRY_SECONDS)
         try:
-            fcntl.flock(self._write, fcntl.LOCK_EX)
+            yield
         finally:
-            fcntl.flock(self._turn, fcntl.LOCK_UN)
-
-    def release(self) -> None:
-        """Let the next one write."""
-        fcntl.flock(self._write, fcntl.LOCK_UN)
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Close both files, which also drops the lock."""
-        os.close(self._write)
-        os.close(self._turn)
+        """Close the file."""
+        os.close(self._file)
+
+    def _taken(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
-@contextmanager
-def locked(path: Path, *, seconds: float) -> Iterator[None]:
-    """Hold a flock on a file that is made if it is missing.
-
-    Raises:
-        TimeoutError: another process held it for so long.
-    """
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
-    deadline = time.monotonic() + seconds
-    try:
-        while not _taken(file):
-            if time.monotonic() >= deadline:
-                raise TimeoutError
-            time.sleep(_RETRY_SECONDS)
-        yield
-    finally:
-        os.close(file)
-
-
-def _taken(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def give_way() -> None:
+    """Pause until whoever waits for the lock has tried again; for a writer that has more to write."""
+    time.sleep(2 * _RETRY_SECONDS)
 
 
 def holder(path: Path) -> Holder | None:
     """The process that holds the flock of a file, from /proc; None if nobody does, or it cannot be seen from here.
 
-    Source: proc(5), /proc/locks: `1: FLOCK ADVISORY WRITE 4711 fe:00:131 0 EOF`; in a waiter's line `->` comes second.
+    Source: proc(5), /proc/locks: `1: FLOCK ADVISORY WRITE 4711 fe:00:131 0 EOF`.
     """
     try:
         inode = path.stat().st_ino

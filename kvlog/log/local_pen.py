@@ -16,7 +16,7 @@ from kvlog.errors import ConfigError, LogUnavailable, OutcomeUnknown
 from kvlog.log.local_bell import ring
 from kvlog.log.local_lock import WriteLock
 from kvlog.log.local_rows import Transaction, has_old_tombstones, keep_from
-from kvlog.log.local_store import PAGE_BYTES, Database, is_full, open_database, unavailable
+from kvlog.log.local_store import LOCK_SECONDS, PAGE_BYTES, Database, is_full, open_database, unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,27 +49,23 @@ class Pen:
         self._held: tuple[Database, WriteLock, int] | None = None
         self._unchecked_bytes = 0
         self._checkpoint_mode = "PASSIVE"
-        self.waiting_since: float | None = None
-        """When (time.monotonic) we began to wait for the lock; None: we do not. Read by other threads."""
 
     @contextmanager
     def locked(self) -> Iterator[Database]:
-        """The log, with no other writer in it. Waits for whoever writes now, without a deadline: see local_lock.
+        """The log, with no other writer in it.
 
         Raises:
-            LogUnavailable: it is not there, or cannot be opened; try again.
+            LogUnavailable: it is not there, cannot be opened, or another process does not leave it; try again.
             OutcomeUnknown: it is another log than before; from the next time on, that one is used.
         """
         database, lock, _ = self._picked_up()
-        self.waiting_since = time.monotonic()
-        lock.acquire()
-        self.waiting_since = None
         try:
-            if not database.is_current():
-                raise self._unavailable("the log is gone: its directory was removed or replaced")
-            yield database
-        finally:
-            lock.release()
+            with lock.held(seconds=LOCK_SECONDS):
+                if not database.is_current():
+                    raise self._unavailable("the log is gone: its directory was removed or replaced")
+                yield database
+        except TimeoutError as error:
+            raise self._unavailable(str(error)) from None
 
     def transact(self, database: Database, work: Callable[[Transaction], _T]) -> _T:
         """Run `work` in one transaction, commit it, and ring the bell. Within `locked`.
@@ -173,7 +169,7 @@ class Pen:
         return self._held
 
     def _locks(self) -> tuple[WriteLock, int]:
-        lock = WriteLock(turn=self._paths.turn, write=self._paths.write)
+        lock = WriteLock(self._paths.lock)
         try:
             return lock, os.open(self._paths.bell, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError:

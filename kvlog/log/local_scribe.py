@@ -6,10 +6,10 @@
 
 Appends, table rows and committed offsets all go this way, so a process never competes with itself, and one commit
 serves whatever has queued up meanwhile. A job stays in the queue until its group is durable. When a group fails for a
-reason that leaves nothing in the log (disk full, directory gone), the same group is tried again, and new submissions
-are refused with the reason. When it may have left something (an I/O error in COMMIT), or the log was replaced,
-everything that is pending ends as OutcomeUnknown, in one step of the event loop, so that nothing later can survive
-something earlier (INV-LOCAL-ORDER).
+reason that leaves nothing in the log (disk full, directory gone, a lock that is not given back), the same group is
+tried again, and new submissions are refused with the reason. When it may have left something (an I/O error in COMMIT),
+or the log was replaced, everything that is pending ends as OutcomeUnknown, in one step of the event loop, so that
+nothing later can survive something earlier (INV-LOCAL-ORDER).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlog.errors import LogUnavailable, OutcomeUnknown
 from kvlog.limits import DEFAULT
-from kvlog.log.local_lock import holder
+from kvlog.log.local_lock import give_way
 from kvlog.log.local_pen import Pen
 
 if TYPE_CHECKING:
@@ -49,9 +49,6 @@ TRIM_BYTES = 16 << 20
 
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 0.05, 1.0
 """Pause before a failed group is tried again, doubled each time."""
-
-LOCK_PATIENCE_SECONDS = 5.0
-"""Waiting for another's transaction longer than this is an outage: its process is stopped, or the disk hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ class Scribe:
         self._pen = Pen(paths, identity, synchronous)
         self._untrimmed_bytes = 0
         self._trim_at = time.monotonic()
-        # A daemon thread: a stopped process that holds the lock must not keep ours from exiting.
+        # A daemon thread: a disk that hangs must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="kvlog-scribe", daemon=True)
 
     def start(self) -> None:
@@ -153,14 +150,11 @@ class Scribe:
         return job.future
 
     def _refuse_while_down(self) -> None:
-        down, waiting_since = self._down, self._pen.waiting_since
+        down = self._down
         if self._closing:
             raise self._unavailable("this log was closed")
         if down is not None:
             raise LogUnavailable(**down.fields)
-        if waiting_since is not None and (waited := time.monotonic() - waiting_since) > LOCK_PATIENCE_SECONDS:
-            who = holder(self._paths.write) or "another process"
-            raise self._unavailable(f"{who} has held the write lock for {waited:.0f} s")
 
     def _settle(self, group: Sequence[_Job], results: Sequence[object]) -> None:
         for job, result in zip(group, results, strict=True):
@@ -245,6 +239,8 @@ class Scribe:
             size = sum(job.size for job in group)
             self._untrimmed_bytes += size
             self._pen.checkpoint_if_due(database, written_bytes=size)
+        if self._queue:
+            give_way()
 
     def _trim_if_due(self) -> None:
         if self._untrimmed_bytes < TRIM_BYTES and time.monotonic() < self._trim_at:

@@ -1,7 +1,7 @@
 """A local log's directory: made by one process whatever races, opened and checked by all, its troubles named.
 
     log.db, log.db-wal, log.db-shm    SQLite in WAL mode, pages of 64 KiB
-    turn.lock, write.lock             who may write (local_lock)
+    write.lock                        who may write (local_lock)
     bell                              who is to be woken (local_bell)
     log.db.new                        only while a log is being made, or after a crash in the middle of that
 
@@ -23,16 +23,17 @@ import secrets
 import shutil
 import sqlite3
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from kvlog.errors import ConfigError, LogUnavailable
-from kvlog.log.local_lock import locked
+from kvlog.log.local_lock import WriteLock
 from kvlog.log.local_rows import SCHEMA
 
 __all__ = [
+    "LOCK_SECONDS",
     "Database",
     "Paths",
     "Synchronous",
@@ -52,8 +53,8 @@ CACHE_KIB = 16 << 10
 """Page cache of a connection: one group of appends (local_scribe.GROUP_BYTES_MAX) fits, so that no page is spilled."""
 WAL_BYTES_KEPT = 64 << 20
 """A WAL that grew past this while a reader kept it from restarting is cut when it can be."""
-CREATE_SECONDS = 10.0
-"""How long to wait for another process that makes the same log; it takes milliseconds."""
+LOCK_SECONDS = 5.0
+"""Waiting for another process's transaction longer than this is an outage: it is stopped, or the disk hangs."""
 OPEN_ATTEMPTS = 3
 """A directory that is replaced more often than this while we open it is not one to use."""
 
@@ -107,12 +108,7 @@ class Paths:
         return self.directory / "log.db.new"
 
     @property
-    def turn(self) -> Path:
-        """The turnstile before the write lock."""
-        return self.directory / "turn.lock"
-
-    @property
-    def write(self) -> Path:
+    def lock(self) -> Path:
         """The write lock."""
         return self.directory / "write.lock"
 
@@ -164,14 +160,12 @@ def create(paths: Paths, *, partitions: int, vfs: str = "unix") -> None:
     try:
         paths.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_network(paths.directory)
-        with locked(paths.write, seconds=CREATE_SECONDS):
+        with closing(WriteLock(paths.lock)) as lock, lock.held(seconds=LOCK_SECONDS):
             paths.bell.touch()
-            paths.turn.touch()
             if not paths.database.exists():
                 _make(paths, partitions, vfs)
-    except TimeoutError:
-        problem = f"another process has held {paths.write.name} for {CREATE_SECONDS:.0f} s"
-        raise LogUnavailable(where=paths.url, problem=problem) from None
+    except TimeoutError as error:
+        raise LogUnavailable(where=paths.url, problem=str(error)) from None
     except sqlite3.Error as error:
         if is_full(error):
             raise unavailable(paths, error) from error
