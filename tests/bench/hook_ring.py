@@ -66,7 +66,7 @@ class _Step:
         reservation = self.writer.reserve(table, [number] * self.batch, self.row_bytes)
         rows, size = reservation.rows, self.row_bytes
         for n, source in enumerate(self.sources):
-            rows[n * size : (n + 1) * size] = memoryview(source[number % SOURCE_ROWS])
+            rows[n * size : (n + 1) * size] = source[number % SOURCE_ROWS].data
         self.writer.commit(reservation)
         took = time.perf_counter() - started
         self.area.store_tail(self.area.load_head())
@@ -79,9 +79,9 @@ class _Step:
         if moving:
             self.at = self.at + step_bytes if self.at + 2 * step_bytes <= len(self.flat) else 0
         started = time.perf_counter()
-        target = memoryview(self.flat)[self.at if moving else 0 :]
+        target = self.flat.data[self.at if moving else 0 :]
         for n, source in enumerate(self.sources):
-            target[n * size : (n + 1) * size] = memoryview(source[number % SOURCE_ROWS])
+            target[n * size : (n + 1) * size] = source[number % SOURCE_ROWS].data
         return time.perf_counter() - started
 
     def close(self) -> None:
@@ -97,7 +97,9 @@ def measure(*, batch: int, row_bytes: int = 128 << 10, rounds: int = 400) -> Hoo
     """Interleaved rounds of one batch size, after one lap around the ring to warm it up."""
     step = _Step(batch, row_bytes, np.random.default_rng(1))
     warm = step.area.data_bytes // (batch * row_bytes) + 2
-    hook, moving, same = [], [], []
+    hook: list[float] = []
+    moving: list[float] = []
+    same: list[float] = []
     for number in range(warm + rounds):
         figures = (
             step.hook(3 * number),
