@@ -16,7 +16,15 @@ from kvlog.errors import ConfigError, LogUnavailable, OutcomeUnknown
 from kvlog.log.local_bell import ring
 from kvlog.log.local_lock import WriteLock
 from kvlog.log.local_rows import Transaction, has_old_tombstones, keep_from
-from kvlog.log.local_store import LOCK_SECONDS, PAGE_BYTES, Database, is_full, open_database, unavailable
+from kvlog.log.local_store import (
+    LOCK_SECONDS,
+    PAGE_BYTES,
+    Database,
+    is_full,
+    open_database,
+    unavailable,
+    waiting_at_most,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,6 +43,10 @@ WAL_PAGES_MAX = 2048
 """128 MiB: readers that overlap without a gap keep the WAL from restarting; past this a checkpoint waits for a gap."""
 
 
+RESTART_SECONDS = 0.1
+"""How long it waits for one; a reader that was stopped in the middle of a look must not stop the writers."""
+
+
 class Pen:
     """Writes transactions into the log that the path names.
 
@@ -48,7 +60,7 @@ class Pen:
         self._synchronous = synchronous
         self._held: tuple[Database, WriteLock, int] | None = None
         self._unchecked_bytes = 0
-        self._checkpoint_mode = "PASSIVE"
+        self._wal_pages = 0
 
     @contextmanager
     def locked(self) -> Iterator[Database]:
@@ -104,8 +116,9 @@ class Pen:
         with suppress(
             sqlite3.Error
         ):  # nothing is lost by not copying; a full disk is told by the next append
-            row = database.connection.execute(f"PRAGMA wal_checkpoint({self._checkpoint_mode})").fetchone()
-            self._checkpoint_mode = "RESTART" if row[1] > WAL_PAGES_MAX else "PASSIVE"
+            mode = "RESTART" if self._wal_pages > WAL_PAGES_MAX else "PASSIVE"
+            with waiting_at_most(database, RESTART_SECONDS):
+                self._wal_pages = database.connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()[1]
 
     def trim(self, retention: Retention) -> bool:
         """Delete what retention lets go, one bounded transaction a partition, so that others get their turn.

@@ -23,14 +23,18 @@ import secrets
 import shutil
 import sqlite3
 import time
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvlog.errors import ConfigError, LogUnavailable
 from kvlog.log.local_lock import WriteLock
 from kvlog.log.local_rows import SCHEMA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = [
     "LOCK_SECONDS",
@@ -42,6 +46,7 @@ __all__ = [
     "is_full",
     "open_database",
     "unavailable",
+    "waiting_at_most",
 ]
 
 FORMAT_VERSION = 1
@@ -276,6 +281,16 @@ def _tune(connection: sqlite3.Connection, *, writes: bool, synchronous: Synchron
     connection.execute(f"PRAGMA synchronous = {synchronous.value}")
     if not writes:
         connection.execute("PRAGMA query_only = ON")
+
+
+@contextmanager
+def waiting_at_most(database: Database, seconds: float) -> Iterator[None]:
+    """Let SQLite wait for other connections for so long, not BUSY_SECONDS."""
+    database.connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
+    try:
+        yield
+    finally:
+        database.connection.execute(f"PRAGMA busy_timeout = {int(BUSY_SECONDS * 1000)}")
 
 
 def is_full(error: sqlite3.Error) -> bool:

@@ -1,71 +1,34 @@
-"""What every log promises (kvlog.log.base), whoever implements it."""
+"""What every log promises (kvlog.log.base), whoever implements it: appending and reading."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import pytest
 
-from kvlog.errors import LogReplaced, LogTruncated, LogUnavailable, OutcomeUnknown, RowTooLarge
-from kvlog.ids import Offset, Partition
-from kvlog.log.base import AppendRequest, PartitionBounds, TableRow
-from tests.contract.log_factories import PARTITIONS, RECORD_BYTES_MAX
+from kvlog.errors import LogUnavailable, OutcomeUnknown, RowTooLarge
+from kvlog.ids import Offset
+from kvlog.log.base import PartitionBounds
+from tests.contract.log_factories import RECORD_BYTES_MAX
+from tests.contract.log_steps import (
+    DEADLINE_SECONDS,
+    P0,
+    P1,
+    P2,
+    ZERO,
+    append,
+    collect,
+    end,
+    request,
+    values_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-    from kvlog.log.base import Log, LogMessage, LogReader, LogWriter
+    from kvlog.log.base import LogMessage
     from tests.contract.log_factories import LogFactory
-
-T = TypeVar("T")
-
-DEADLINE_SECONDS = 20.0
-"""Nothing here takes so long unless it fails."""
-
-P0, P1, P2 = (Partition(p) for p in range(PARTITIONS))
-ZERO = Offset(0)
-
-
-def request(partition: Partition, value: bytes, key: bytes = b"session") -> AppendRequest:
-    """An append of a delta, as far as the log cares."""
-    return AppendRequest(partition=partition, key=key, value=value, kind=2, epoch=7)
-
-
-async def append(writer: LogWriter, partition: Partition, *values: bytes) -> list[Offset]:
-    """Appends in order and waits until all are durable."""
-    futures = [await writer.append(request(partition, value)) for value in values]
-    return list(await asyncio.gather(*futures))
-
-
-async def collect(reader: LogReader, count: int) -> list[LogMessage]:
-    """Polls until there are so many messages, and fails when they do not come."""
-    messages: list[LogMessage] = []
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while len(messages) < count:
-        assert time.monotonic() < deadline, f"only {len(messages)} of {count} messages came"
-        messages += await reader.poll(bytes_max=1 << 20, timeout_seconds=0.5)
-    return messages
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Waits for a condition that comes about by itself."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not await condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.05)
-
-
-def values_of(messages: Sequence[LogMessage], partition: Partition = P0) -> list[bytes]:
-    """One partition's values in the order in which they were read."""
-    return [bytes(message.value) for message in messages if message.partition == partition]
-
-
-async def end(log: Log, partition: Partition = P0) -> Offset:
-    """The high watermark."""
-    return (await log.bounds(partition)).high_watermark
 
 
 # ---------------------------------------------------------------------------------------------------- appending
@@ -372,278 +335,3 @@ async def test_poll_cancelled_loses_no_message(log_factory: LogFactory) -> None:
     await append(writer, P0, b"a", b"b")
     assert {P0: 0} == before
     assert [b"a", b"b"] == values_of(await collect(reader, 2))
-
-
-# ------------------------------------------------------------------------------------- truncated, replaced, retention
-
-
-async def test_poll_below_log_start_is_truncated_and_recovers(log_factory: LogFactory) -> None:
-    """A position below the log start raises LogTruncated with partition, wanted and log_start; a seek there goes on."""
-    log = await log_factory.open()
-    writer, reader = await log.writer(), await log.reader()
-    await append(writer, P0, *(b"%d" % number for number in range(6)))
-    await log_factory.truncate(log, P0, Offset(4))
-    reader.assign({P0: Offset(1)})
-    with pytest.raises(LogTruncated) as truncated:
-        await collect(reader, 1)
-    assert {"partition": P0, "wanted": 1, "log_start": 4} == truncated.value.fields
-    reader.seek(P0, Offset(4))
-    assert [b"4", b"5"] == values_of(await collect(reader, 2))
-
-
-async def test_poll_with_one_partition_truncated_reads_the_others(log_factory: LogFactory) -> None:
-    """What is missing in one partition costs the others nothing."""
-    log = await log_factory.open()
-    writer, reader = await log.writer(), await log.reader()
-    await append(writer, P0, b"gone", b"kept")
-    await append(writer, P1, *(b"%d" % number for number in range(5)))
-    await log_factory.truncate(log, P0, Offset(1))
-    reader.assign({P0: ZERO, P1: ZERO})
-    read: list[LogMessage] = []
-    missing: list[object] = []
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while len(read) < 6 and time.monotonic() < deadline:
-        try:
-            read += await reader.poll(bytes_max=1000, timeout_seconds=0.5)
-        except LogTruncated as truncated:
-            missing.append(truncated.fields["partition"])
-            reader.seek(P0, Offset(1))
-    assert {P0} == set(missing)
-    assert [b"kept"] == values_of(read, P0)
-    assert [b"0", b"1", b"2", b"3", b"4"] == values_of(read, P1)
-
-
-async def test_truncation_does_not_give_offsets_twice(log_factory: LogFactory) -> None:
-    """When everything is deleted, the next offset is still the one after the last, also for a new handle."""
-    log = await log_factory.open()
-    writer = await log.writer()
-    await append(writer, P0, b"a", b"b", b"c")
-    await log_factory.truncate(log, P0, Offset(3))
-    assert PartitionBounds(Offset(3), Offset(3)) == await log.bounds(P0)
-    other = await log_factory.open()
-    assert [3] == await append(await other.writer(), P0, b"d")
-    assert PartitionBounds(Offset(3), Offset(4)) == await log.bounds(P0)
-
-
-async def test_poll_past_the_end_is_replaced(log_factory: LogFactory) -> None:
-    """A position that the log does not reach means that its tail was lost, or that it is another log."""
-    log = await log_factory.open()
-    writer, reader = await log.writer(), await log.reader()
-    await append(writer, P0, b"a")
-    reader.assign({P0: Offset(1000)})
-    with pytest.raises(LogReplaced) as replaced:
-        await collect(reader, 1)
-    assert P0 == replaced.value.fields["partition"]
-    assert replaced.value.fields["problem"]
-    reader.seek(P0, ZERO)
-    assert [b"a"] == values_of(await collect(reader, 1))
-
-
-async def test_identity_is_one_for_all_handles(log_factory: LogFactory) -> None:
-    """Every handle on one log names the same identity, and it does not change with use."""
-    log, other = await log_factory.open(), await log_factory.open()
-    before = await log.identity()
-    await append(await log.writer(), P0, b"a")
-    assert before
-    assert [before, before] == [await log.identity(), await other.identity()]
-
-
-async def test_recreated_log_has_another_identity_and_voids_positions(log_factory: LogFactory) -> None:
-    """After the log was deleted and made anew, identity differs and no reader goes on as if nothing had happened."""
-    if not log_factory.capabilities.recreates:
-        pytest.skip("this implementation's factory cannot recreate its log")
-    log = await log_factory.open()
-    writer, reader = await log.writer(), await log.reader()
-    await append(writer, P0, b"old 0", b"old 1")
-    reader.assign({P0: ZERO})
-    await collect(reader, 2)
-    before = await log.identity()
-    await log_factory.recreate()
-    assert before != await _outlast_unavailable(log.identity)
-    with pytest.raises(LogReplaced):
-        await _outlast_unavailable(lambda: collect(reader, 1))
-    reader.seek(P0, ZERO)
-    fresh = await (await log_factory.open()).writer()
-    await append(fresh, P0, b"new 0")
-    assert [b"new 0"] == values_of(await _outlast_unavailable(lambda: collect(reader, 1)))
-
-
-async def _outlast_unavailable(work: Callable[[], Awaitable[T]]) -> T:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while True:
-        try:
-            return await work()
-        except LogUnavailable:
-            assert time.monotonic() < deadline, "the log did not come back"
-            await asyncio.sleep(0.1)
-
-
-async def test_retention_by_bytes_moves_the_log_start(log_factory: LogFactory) -> None:
-    """What exceeds the bytes is deleted from the front; what is left can be read, offsets unchanged."""
-    if not log_factory.capabilities.retains_at_once:
-        pytest.skip("this implementation applies retention only every few minutes")
-    log = await log_factory.open(retention_bytes=50_000)
-    writer, reader = await log.writer(), await log.reader()
-    sent = [b"%02d" % number * 5000 for number in range(20)]
-    await append(writer, P0, *sent)
-
-    async def trimmed() -> bool:
-        found = await log.bounds(P0)
-        return 0 < found.log_start and 20 == found.high_watermark
-
-    await until(trimmed)
-    start = (await log.bounds(P0)).log_start
-    reader.assign({P0: start})
-    assert sent[start:] == values_of(await collect(reader, 20 - start))
-    assert [20] == await append(writer, P0, b"next")
-
-
-# ---------------------------------------------------------------------------------------- committed offsets, tables
-
-
-async def test_commit_is_seen_by_tools_and_other_handles(log_factory: LogFactory) -> None:
-    """Applied offsets are stored under the reader's group, the newest wins, and groups do not mix."""
-    log, other = await log_factory.open(), await log_factory.open()
-    writer = await log.writer()
-    await append(writer, P0, *(b"%d" % number for number in range(5)))
-    reader = await log.reader(group="node-a")
-    reader.assign({P0: ZERO, P1: ZERO})
-    await reader.commit({P0: Offset(2), P1: ZERO})
-    await reader.commit({P0: Offset(4)})
-    assert {P0: 4, P1: 0} == await log_factory.committed(other, "node-a")
-    assert {} == await log_factory.committed(other, "node-b")
-
-
-async def test_table_newest_value_of_a_key_wins(log_factory: LogFactory) -> None:
-    """A table that is read from the beginning has each key once, with its newest value, without deleted ones."""
-    log = await log_factory.open()
-    table = await log.table("sessions")
-    for value in (b"1", b"2", b"3"):
-        await table.put(b"a", value)
-    await table.put(b"b", b"1")
-    await table.put(b"c", b"1")
-    await table.put(b"c", None)
-    fresh = await (await log_factory.open()).table("sessions")
-    assert {b"a": b"3", b"b": b"1"} == _as_map(await fresh.refresh())
-
-
-async def test_table_refresh_returns_only_changes(log_factory: LogFactory) -> None:
-    """A second refresh has what changed since the first, deletions as None; then nothing."""
-    log = await log_factory.open()
-    table = await log.table("nodes")
-    await table.put(b"a", b"1")
-    await table.put(b"b", b"1")
-    assert {b"a": b"1", b"b": b"1"} == _as_map(await table.refresh())
-    await table.put(b"b", b"2")
-    await table.put(b"a", None)
-    assert [TableRow(b"b", b"2"), TableRow(b"a", None)] == list(await table.refresh())
-    assert [] == list(await table.refresh())
-
-
-async def test_table_of_another_handle_is_seen(log_factory: LogFactory) -> None:
-    """What one process puts, another's next refresh has; tables of other names do not mix in."""
-    log, other = await log_factory.open(), await log_factory.open()
-    mine, theirs = await log.table("nodes"), await other.table("nodes")
-    elsewhere = await other.table("sessions")
-    assert [] == list(await theirs.refresh())
-    await mine.put(b"a", b"1")
-    assert [TableRow(b"a", b"1")] == list(await theirs.refresh())
-    await theirs.put(b"a", b"2")
-    assert {b"a": b"2"} == _as_map(await mine.refresh())
-    assert [] == list(await elsewhere.refresh())
-
-
-def _as_map(rows: Sequence[TableRow]) -> Mapping[bytes, bytes | None]:
-    newest = {row.key: row.value for row in rows}
-    return {key: value for key, value in newest.items() if value is not None}
-
-
-# ---------------------------------------------------------------------------------------------------- all at once
-
-
-class _Model:
-    """The log as plain lists, and random steps against both."""
-
-    def __init__(self, factory: LogFactory, source: random.Random) -> None:
-        self.factory = factory
-        self.source = source
-        self.lists: dict[Partition, list[bytes]] = {p: [] for p in (P0, P1, P2)}
-        self.starts: dict[Partition, int] = dict.fromkeys((P0, P1, P2), 0)
-        self.positions: dict[Partition, int] = dict.fromkeys((P0, P1, P2), 0)
-
-    async def run(self, steps: int) -> None:
-        self.logs = [await self.factory.open(), await self.factory.open()]
-        self.writers = [await log.writer() for log in self.logs]
-        self.reader = await self.logs[0].reader()
-        self.reader.assign(dict.fromkeys(self.positions, ZERO))
-        actions = [
-            self.append,
-            self.append,
-            self.append,
-            self.poll,
-            self.poll,
-            self.seek,
-            self.truncate,
-            self.look,
-        ]
-        for _ in range(steps):
-            await self.source.choice(actions)(self.source.choice(list(self.lists)))
-        await self.drain()
-
-    async def append(self, partition: Partition) -> None:
-        values = [
-            self.source.randbytes(self.source.randrange(3000)) for _ in range(self.source.randrange(1, 6))
-        ]
-        first = len(self.lists[partition])
-        offsets = await append(self.source.choice(self.writers), partition, *values)
-        assert list(range(first, first + len(values))) == offsets
-        self.lists[partition] += values
-
-    async def poll(self, _: Partition) -> None:
-        room = self.source.choice([1, 5000, 1 << 20])
-        try:
-            messages = await self.reader.poll(bytes_max=room, timeout_seconds=0.01)
-        except LogTruncated as error:
-            self.truncated(error)
-            return
-        for message in messages:
-            # Also below the log start, when it had been fetched before it was deleted.
-            assert self.positions[message.partition] == message.offset
-            assert self.lists[message.partition][message.offset] == bytes(message.value)
-            self.positions[message.partition] += 1
-
-    def truncated(self, error: LogTruncated) -> None:
-        partition = Partition(int(str(error.fields["partition"])))
-        assert self.positions[partition] < self.starts[partition]
-        assert self.starts[partition] == error.fields["log_start"]
-        self.move(partition, self.starts[partition])
-
-    async def seek(self, partition: Partition) -> None:
-        self.move(partition, self.source.randint(self.starts[partition], len(self.lists[partition])))
-
-    def move(self, partition: Partition, offset: int) -> None:
-        self.reader.seek(partition, Offset(offset))
-        self.positions[partition] = offset
-
-    async def truncate(self, partition: Partition) -> None:
-        if self.source.random() < 0.5:
-            before = self.source.randint(self.starts[partition], len(self.lists[partition]))
-            await self.factory.truncate(self.logs[1], partition, Offset(before))
-            self.starts[partition] = before
-
-    async def look(self, partition: Partition) -> None:
-        expected = PartitionBounds(Offset(self.starts[partition]), Offset(len(self.lists[partition])))
-        assert expected == await self.source.choice(self.logs).bounds(partition)
-        assert {p: self.positions[p] for p in self.positions} == dict(self.reader.positions())
-
-    async def drain(self) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while any(self.positions[p] < len(self.lists[p]) for p in self.lists):
-            assert time.monotonic() < deadline, "the reader did not reach the end"
-            await self.poll(P0)
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_log_against_lists_agrees_at_every_step(log_factory: LogFactory, seed: int) -> None:
-    """Whatever is appended, read, sought and deleted in whatever order, the log is its partitions' lists."""
-    await _Model(log_factory, random.Random(seed)).run(steps=150)
