@@ -46,7 +46,7 @@ class Codec(IntEnum):
     RAW = 1
     LZ4 = 2
     SPLIT_ZSTD = 3
-    """16-bit elements: high bytes by zstd level 1, low bytes as they are."""
+    """The last byte of each element (sign and exponent) by zstd, the other bytes as they are."""
 
 
 class EndReason(StrEnum):
