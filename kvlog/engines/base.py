@@ -64,6 +64,11 @@ class StepModel(Protocol):
         ...
 
     @property
+    def vocabulary(self) -> int:
+        """Number of token ids: they are 0 to vocabulary − 1."""
+        ...
+
+    @property
     def positions_max(self) -> int:
         """The longest sequence it takes."""
         ...

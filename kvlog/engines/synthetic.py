@@ -192,6 +192,11 @@ class SyntheticModel:
         return frozenset()
 
     @property
+    def vocabulary(self) -> int:
+        """StepModel: 256 bytes and 256 syllables."""
+        return VOCABULARY
+
+    @property
     def positions_max(self) -> int:
         """StepModel: from the options."""
         return self._options.positions_max

@@ -1,0 +1,192 @@
+"""The engine's HTTP server: OpenAI's completions over a StepLoop, streamed or whole. Documented in docs/engine-http.md.
+
+The event loop only parses and formats; computing and the daemon have threads of their own. An answer's events come in
+by `call_soon_threadsafe` into a queue that is as long as the answer at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kvlog.engines.generation import Generation, NewToken
+from kvlog.engines.http_answer import DONE, AnswerFormat, WholeAnswer, error_body, event, failure_status
+from kvlog.engines.http_body import BODY_BYTES_MAX, Call, parse_call, sentence
+from kvlog.engines.jobs import AnswerEvent, Failed, Finished, Job, JobSession
+from kvlog.errors import LocalProtocolError
+from kvlog.ids import SessionId
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.requests import Request
+
+    from kvlog.engines.base import StepModel
+    from kvlog.engines.replicator import Replicator
+    from kvlog.engines.step_loop import StepLoop
+
+__all__ = ["EngineServer"]
+
+_RETRY_AFTER_SECONDS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Answering:
+    """One request on its way: where its events come in, and how they go out."""
+
+    job: Job
+    events: asyncio.Queue[AnswerEvent]
+    shape: AnswerFormat
+
+
+class EngineServer:
+    """Makes the ASGI application; model, loop and replicator are started and closed by whoever made them."""
+
+    def __init__(self, model: StepModel, loop: StepLoop, replicator: Replicator) -> None:
+        self._model = model
+        self._loop = loop
+        self._replicator = replicator
+
+    def app(self) -> Starlette:
+        """The application."""
+        return Starlette(
+            routes=[
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/health", self._health, methods=["GET"]),
+            ],
+        )
+
+    async def _models(self, _: Request) -> Response:
+        model = {"id": self._model.name, "object": "model", "owned_by": "kvlog"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _health(self, _: Request) -> Response:
+        return JSONResponse(
+            {
+                "status": "ok",
+                "connected": self._replicator.connected,
+                "active": self._loop.active,
+                "queued": self._loop.queued,
+                "replication": asdict(self._replicator.counts),
+                "loads": asdict(self._replicator.loads),
+            },
+        )
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._serve(request, chat=False)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._serve(request, chat=True)
+
+    async def _serve(self, request: Request, *, chat: bool) -> Response:
+        data = await _body(request)
+        if data is None:
+            return JSONResponse(error_body("invalid_request", f"body: over {BODY_BYTES_MAX} bytes."), 413)
+        try:
+            session = request.headers.get("x-session-id")
+            call = parse_call(data, self._model, chat=chat, session_header=session)
+        except LocalProtocolError as error:
+            return JSONResponse(error_body("invalid_request", sentence(error)), 400)
+        answering = self._answering(call, chat=chat)
+        if not self._loop.submit(answering.job):
+            return JSONResponse(
+                error_body("overloaded", "The queue of this engine is full; try again, or elsewhere."),
+                503,
+                headers={"Retry-After": str(_RETRY_AFTER_SECONDS)},
+            )
+        if call.stream:
+            return StreamingResponse(self._stream(answering), media_type="text/event-stream")
+        return await self._whole(answering, request)
+
+    def _answering(self, call: Call, *, chat: bool) -> _Answering:
+        request_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        generation = Generation(call.request, self._model)
+        shape = AnswerFormat(
+            request_id,
+            self._model.name,
+            chat,
+            call.return_token_ids,
+            prompt_tokens=len(call.request.prompt),
+            resumed_tokens=generation.answer_tokens,
+        )
+        events: asyncio.Queue[AnswerEvent] = (
+            asyncio.Queue()
+        )  # an answer's events: its tokens, bounded by max_tokens
+        running = asyncio.get_running_loop()
+
+        def sink(told: AnswerEvent) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended before the step loop
+                running.call_soon_threadsafe(events.put_nowait, told)
+
+        session = JobSession(call.session or SessionId(request_id), call.session is not None, call.mode)
+        return _Answering(Job(generation, session, sink), events, shape)
+
+    async def _stream(self, answering: _Answering) -> AsyncIterator[bytes]:
+        """Events until the end; a client that leaves cancels the job."""
+        shape, tokens = answering.shape, 0
+        try:
+            if (opening := shape.opening()) is not None:
+                yield event(opening)
+            while True:
+                told = await answering.events.get()
+                match told:
+                    case NewToken():
+                        tokens += 1
+                        yield event(shape.token_chunk(told))
+                    case Failed():
+                        yield event(error_body(told.kind, told.message))
+                        return
+                    case Finished():
+                        yield event(shape.last_chunk(told, tokens))
+                        yield DONE
+                        return
+        finally:
+            self._loop.cancel(answering.job)
+
+    async def _whole(self, answering: _Answering, request: Request) -> Response:
+        collecting = asyncio.create_task(self._collect(answering))
+        leaving = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait([collecting, leaving], return_when=asyncio.FIRST_COMPLETED)
+            return collecting.result() if collecting.done() else Response(status_code=499)
+        finally:
+            self._loop.cancel(answering.job)
+            collecting.cancel()
+            leaving.cancel()
+
+    async def _collect(self, answering: _Answering) -> Response:
+        answer = WholeAnswer()
+        while True:
+            told = await answering.events.get()
+            match told:
+                case NewToken():
+                    answer.add(told)
+                case Failed():
+                    return JSONResponse(error_body(told.kind, told.message), failure_status(told))
+                case Finished():
+                    return JSONResponse(answering.shape.whole(answer, told))
+
+
+async def _body(request: Request) -> bytes | None:
+    """The body; None if it is too large."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > BODY_BYTES_MAX:
+            return None
+    return bytes(data)
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

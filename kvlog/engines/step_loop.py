@@ -1,0 +1,228 @@
+"""Several requests at once on one model: one thread computes, a few others open and close turns.
+
+A round gives each active request one step (a piece of its prefill, or one token), then the replicator one `after_step`
+for all of them, and only then are the new tokens told: who was fenced in the meantime says nothing more. Memory is
+bounded by `active_max` caches; further requests wait in a queue of `queued_max`, and then are refused.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvlog.engines.generation import NewToken
+from kvlog.engines.jobs import Failed, Finished, Job, RunningJob
+
+if TYPE_CHECKING:
+    from kvlog.engines.base import StepModel
+    from kvlog.engines.replicator import Replicator
+
+__all__ = ["StepLoop", "StepLoopOptions"]
+
+_FENCED = Failed("fenced", "Another node has taken this session over; the answer goes on there.")
+_STOPPING = Failed("stopping", "This engine is stopping.")
+_CLOSERS = 8
+"""Threads that close turns; each may hold a cache for `close_seconds`, and the request's place with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoopOptions:
+    """How much at once, and how fast.
+
+    Args:
+        active_max: requests that are computed at once, each with a cache.
+        queued_max: requests that wait for a place.
+        steps_per_second: rounds are not started faster; 0: as fast as possible.
+        wait_seconds: how long the daemon may try to become primary before a request starts without it.
+    """
+
+    active_max: int = 32
+    queued_max: int = 64
+    steps_per_second: float = 0.0
+    wait_seconds: float = 1.0
+
+
+class StepLoop:
+    """Runs jobs; `submit` and `cancel` may be called from any thread."""
+
+    def __init__(self, model: StepModel, replicator: Replicator, options: StepLoopOptions) -> None:
+        self._model = model
+        self._replicator = replicator
+        self._options = options
+        self._changed = threading.Condition()
+        self._queue: deque[Job] = deque()
+        self._ready: list[RunningJob] = []
+        self._places = 0
+        self._stopping = False
+        self._openers = ThreadPoolExecutor(options.active_max, "kvlog-open-turn")
+        self._closers = ThreadPoolExecutor(_CLOSERS, "kvlog-close-turn")
+        self._thread = threading.Thread(target=self._run, name="kvlog-step-loop", daemon=True)
+
+    @property
+    def active(self) -> int:
+        """Requests that have a place, from before their turn is opened until it is closed."""
+        return self._places
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._queue)
+
+    def start(self) -> None:
+        """Start to compute."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop: running requests fail as `stopping`, and their turns end with the link."""
+        with self._changed:
+            self._stopping = True
+            waiting = [*self._queue]
+            self._queue.clear()
+            self._changed.notify_all()
+        for job in waiting:
+            job.sink(_STOPPING)
+        if self._thread.is_alive():
+            self._thread.join()
+        self._openers.shutdown(cancel_futures=True)
+        self._closers.shutdown()
+
+    def submit(self, job: Job) -> bool:
+        """Take a job. Returns: False if everything is full, or stopping; try again later."""
+        with self._changed:
+            if self._stopping or len(self._queue) >= self._options.queued_max:
+                return False
+            if self._places < self._options.active_max:
+                self._places += 1
+                self._openers.submit(self._open, job)
+            else:
+                self._queue.append(job)
+        return True
+
+    def cancel(self, job: Job) -> None:
+        """Nobody wants the answer any more; nothing is told after this returns but what is under way."""
+        job.cancelled = True
+        with self._changed:
+            if job in self._queue:
+                self._queue.remove(job)
+
+    def _open(self, job: Job) -> None:
+        """Open the turn and attach; on a thread of `_openers`."""
+        try:
+            running = self._opened(job)
+        except Exception as error:  # noqa: BLE001  # a task's top: the request fails, the engine goes on
+            job.sink(_internal(error))
+            self._leave()
+            return
+        if job.generation.finished is not None:
+            job.sink(Finished(job.generation.finished, running.details()))
+        elif not job.cancelled:
+            with self._changed:
+                if not self._stopping:
+                    self._ready.append(running)
+                    self._changed.notify_all()
+                    return
+            job.sink(_STOPPING)
+        self._close(running)
+
+    def _opened(self, job: Job) -> RunningJob:
+        generation, session = job.generation, job.session
+        cache = self._model.new_cache()
+        began = time.monotonic()
+        handle = self._replicator.open_turn(
+            session.session, generation.tokens, mode=session.mode, wait_seconds=self._options.wait_seconds
+        )
+        opened = time.monotonic()
+        attached = handle.load_into(cache)
+        return RunningJob(
+            job,
+            handle,
+            cache,
+            open_turn_ms=1000 * (opened - began),
+            attach_ms=1000 * (time.monotonic() - opened),
+            attached=attached,
+            known=len(generation.tokens),
+            log_from=handle.log_from,
+        )
+
+    def _close(self, running: RunningJob) -> None:
+        """Write what is behind, close the turn, give the place to the next; on a thread that may wait."""
+        session = running.job.session
+        try:
+            self._replicator.close_turn(running.handle, running.cache, running.job.generation.tokens)
+            if not session.named and not running.handle.fenced.is_set():
+                self._replicator.forget(session.session)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Give a place back."""
+        with self._changed:
+            if self._queue and not self._stopping:
+                self._openers.submit(self._open, self._queue.popleft())
+            else:
+                self._places -= 1
+
+    # The computing thread.
+
+    def _run(self) -> None:
+        active: list[RunningJob] = []
+        while self._take_ready(active):
+            began = time.monotonic()
+            results = [(running, self._step(running)) for running in active]
+            self._replicator.after_step(
+                [(running.handle, running.cache, running.job.generation.tokens) for running in active]
+            )
+            active = [running for running, result in results if not self._tell(running, result)]
+            self._keep_pace(began)
+        for running in active:
+            running.job.sink(_STOPPING)
+
+    def _take_ready(self, active: list[RunningJob]) -> bool:
+        """Wait until there is something to compute. Returns: False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: active or self._ready or self._stopping)
+            active += self._ready
+            self._ready.clear()
+            return not self._stopping
+
+    def _step(self, running: RunningJob) -> NewToken | Failed | None:
+        """Compute one piece. Returns: None while tokens that are known are still to be computed."""
+        generation, cache = running.job.generation, running.cache
+        if running.job.cancelled:
+            return None
+        try:
+            logits = self._model.forward(cache, generation.next_piece(cache.length))
+            return generation.draw(logits) if cache.length == len(generation.tokens) else None
+        except Exception as error:  # noqa: BLE001  # a task's top: the request fails, the engine goes on
+            return _internal(error)
+
+    def _tell(self, running: RunningJob, result: NewToken | Failed | None) -> bool:
+        """Tell what is new. Returns: whether the request is over."""
+        job = running.job
+        if running.handle.fenced.is_set() and not isinstance(result, Failed):
+            result = _FENCED
+        if isinstance(result, NewToken) and running.first_token_ms is None:
+            running.first_token_ms = 1000 * (time.monotonic() - job.arrived)
+        if result is not None and not job.cancelled:
+            job.sink(result)
+        finish = result.finish if isinstance(result, NewToken) else None
+        if finish is not None:
+            job.sink(Finished(finish, running.details()))
+        over = finish is not None or isinstance(result, Failed) or job.cancelled
+        if over:
+            self._closers.submit(self._close, running)
+        return over
+
+    def _keep_pace(self, began: float) -> None:
+        if self._options.steps_per_second > 0:
+            left = began + 1 / self._options.steps_per_second - time.monotonic()
+            if left > 0:
+                time.sleep(left)
+
+
+def _internal(error: Exception) -> Failed:
+    return Failed("internal", f"{type(error).__name__}: {error}")
