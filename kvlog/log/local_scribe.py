@@ -221,7 +221,6 @@ class Scribe:
                         return
                 pause = min(2 * pause, RETRY_SECONDS_MAX)
             else:
-                self._down = None
                 return
 
     def _commit(self, group: list[_Job]) -> None:
@@ -235,6 +234,7 @@ class Scribe:
                 for _ in group:
                     if self._queue:  # close() may have ended them meanwhile
                         self._queue.popleft()
+            self._down = None  # before anybody is told: who hears of a commit may append
             self._tell(self._settle, group, results)
             size = sum(job.size for job in group)
             self._untrimmed_bytes += size
