@@ -1,1 +1,3 @@
-"""kvlogd: the process beside each inference server that publishes, follows and takes over sessions."""
+"""kvlogd: the process beside an inference server. Settings, wiring, and the shells around kvlog's cores."""
+
+__all__: list[str] = []

@@ -151,12 +151,17 @@ class LogTruncated(KvlogError):
     """Records that are needed lie below the log start offset (fields: partition, wanted, log_start)."""
 
     hint = "Restore from a snapshot or prefill from token ids; raise the topic's retention if this was unexpected."
+    partition: int
+    wanted: int
+    log_start: int
 
 
 class LogReplaced(KvlogError):
     """The log is another one than before: topic recreated or tail lost (fields: partition, problem)."""
 
     hint = "All state of the partition is void; primaries claim anew by themselves."
+    partition: int
+    problem: str
 
 
 class ConfigError(KvlogError):

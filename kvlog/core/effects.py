@@ -213,14 +213,14 @@ class AppendRecord:
         record: what it is.
         header: its header bytes, as the chain was computed over them.
         chain: the chain after it; 0 for a Claim.
-        payload: the encoded rows that came in with them, handed through.
+        payload: the encoded rows that came in with them, handed through; empty for all but a Delta.
     """
 
     partition: Partition
     record: Record
     header: bytes
     chain: int
-    payload: object
+    payload: memoryview
 
 
 @dataclass(frozen=True, slots=True)

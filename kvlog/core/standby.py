@@ -105,6 +105,11 @@ class StandbyCore:
         """The session's state, which the caller must not change; None if this reader knows nothing of it."""
         return self._sessions.get(session)
 
+    @property
+    def session_count(self) -> int:
+        """States held."""
+        return len(self._sessions)
+
     def sessions(self) -> Iterator[SessionState]:
         """Every state held, least recently written first."""
         return iter(self._sessions.values())

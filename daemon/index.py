@@ -1,0 +1,157 @@
+"""The tables that others look at: this node's heartbeat, and a row for each session that it takes over. Only hints."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvlog.errors import ConfigError, DecodeError, LogUnavailable
+from kvlog.wire.frame import FORMAT_VERSION
+from kvlog.wire.tables import NODES, SESSIONS, NodeRow, SessionRow, decode_node, encode_row
+
+if TYPE_CHECKING:
+    from daemon.node import NodeShell
+    from daemon.turns import TurnRegistry
+    from kvlog.buffers.pool import BlockPool
+    from kvlog.core.effects import SessionClaimed
+    from kvlog.ids import NodeId, SessionId, Writer
+    from kvlog.log.base import Log, Table
+
+__all__ = ["NodeIndex"]
+
+_BEAT_SECONDS = 1.0
+_CLAIMS_MAX = 10_000
+_BROKEN_MAX = 100
+_BUSY_MAX = 1000
+_TAKEN_BEATS = 3
+"""Another incarnation's heartbeat under our name, so many times while we run: two daemons share a node id."""
+
+
+class NodeIndex:
+    """Writes the tables; a row that cannot be written is written a second later, or not."""
+
+    def __init__(
+        self, shell: NodeShell, pool: BlockPool, turns: TurnRegistry, node: NodeId, writer: Writer
+    ) -> None:
+        self._shell = shell
+        self._pool = pool
+        self._turns = turns
+        self._node = node
+        self._writer = writer
+        self._claims: deque[SessionRow] = deque(maxlen=_CLAIMS_MAX)
+        self._broken: set[SessionId] = set()
+        self._beat = 0
+        self._others = 0
+        self._others_seen: tuple[str, int] | None = None
+        self.metrics_address = ""
+        self.log_identity = ""
+
+    def claimed(self, effect: SessionClaimed) -> None:
+        """A claim was folded; ours is to be written down."""
+        claim = effect.claim
+        if claim.writer != self._writer:
+            return
+        core = self._shell.core
+        partition = next(
+            (p for p, c in core.partitions.items() if c.session(claim.session) is not None), None
+        )
+        state = core.partitions[partition].session(claim.session) if partition is not None else None
+        first = state.first_needed_offset if state else None
+        self._claims.append(
+            SessionRow(
+                session=claim.session,
+                partition=partition if partition is not None else -1,
+                first_needed=claim.epoch - 1 if first is None else first,
+                node=claim.node,
+                epoch=claim.epoch,
+            )
+        )
+
+    def broke(self, session: SessionId) -> None:
+        """A session is broken here."""
+        self._broken.add(session)
+
+    def mended(self, session: SessionId) -> None:
+        """It is whole again, or forgotten."""
+        self._broken.discard(session)
+
+    @property
+    def broken(self) -> int:
+        """Sessions that are broken here."""
+        return len(self._broken)
+
+    async def run(self, log: Log) -> None:
+        """Beat once a second until cancelled.
+
+        Raises:
+            ConfigError: another daemon beats under our name: give one of them another node.id.
+        """
+        nodes, sessions = await log.table(NODES), await log.table(SESSIONS)
+        while True:
+            try:
+                await self._write(nodes, sessions)
+                await self._look_for_a_twin(nodes)
+            except LogUnavailable:
+                pass  # the log's own loops say so
+            await asyncio.sleep(_BEAT_SECONDS)
+
+    async def say_goodbye(self, log: Log) -> None:
+        """The last heartbeat.
+
+        Raises:
+            LogUnavailable: it could not be written; others notice by the silence.
+        """
+        table = await log.table(NODES)
+        await table.put(self._node.encode(), encode_row(self._row(leaving=True)))
+
+    async def _write(self, nodes: Table, sessions: Table) -> None:
+        await nodes.put(self._node.encode(), encode_row(self._row(leaving=False)))
+        while self._claims:
+            row = self._claims[0]
+            await sessions.put(row.session.encode(), encode_row(row))
+            self._claims.popleft()
+
+    async def _look_for_a_twin(self, nodes: Table) -> None:
+        for row in await nodes.refresh():
+            if row.key != self._node.encode() or row.value is None:
+                continue
+            try:
+                seen = decode_node(row.value)
+            except DecodeError:
+                continue
+            beat = (seen.incarnation, seen.beat)
+            if seen.incarnation == self._writer.hex() or seen.leaving or beat == self._others_seen:
+                continue
+            self._others += self._others_seen is not None and self._others_seen[0] == seen.incarnation
+            self._others_seen = beat
+        if self._others >= _TAKEN_BEATS:
+            raise ConfigError(
+                setting="node.id",
+                problem=f"{self._node!r} is used by another running daemon (incarnation {self._others_seen})",
+                fix="give each daemon a node.id of its own",
+            )
+
+    def _row(self, *, leaving: bool) -> NodeRow:
+        self._beat += 1
+        core = self._shell.core
+        return NodeRow(
+            node=self._node,
+            incarnation=self._writer.hex(),
+            beat=self._beat,
+            leaving=leaving,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            metrics=self.metrics_address,
+            primary=sum(1 for _ in core.primaries()),
+            known=sum(c.session_count for c in core.partitions.values()),
+            broken=tuple(sorted(self._broken)[:_BROKEN_MAX]),
+            busy=self._turns.busy_hashes(_BUSY_MAX),
+            pool_bytes=self._pool.geometry.size_bytes,
+            pool_free_bytes=self._pool.blocks.ledger.counts.free * self._pool.geometry.block_bytes,
+            applied={int(p): int(c.applied) for p, c in core.partitions.items()},
+            format_versions=(FORMAT_VERSION,),
+            log=self.log_identity,
+        )

@@ -1,0 +1,228 @@
+"""From an engine's ring to the core: check whose rows they are, batch by mode, cut to records, encode.
+
+One RowIntake an engine. A step that cannot be published now (the publisher is full) stays in the ring; the ring then
+fills, the adapter keeps its cursor and catches up later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from daemon.turns import Batch
+from kvlog.buffers.doorbell import create_doorbell
+from kvlog.buffers.ring import RingReader, create_ring
+from kvlog.checksums import checksum
+from kvlog.core.inputs import CloseTurn, EncodedRows
+from kvlog.errors import DecodeError
+from kvlog.ids import Position, Shard
+from kvlog.modes import SyncKind
+from kvlog.records import Codec
+from kvlog.wire.codec import encode_payload
+from kvlog.wire.cut import cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from daemon.codec import CodecChooser
+    from daemon.node import NodeShell
+    from daemon.pace import Pacer
+    from daemon.primary import Publisher
+    from daemon.telemetry import Telemetry
+    from daemon.turns import OpenTurnEntry, TurnRegistry
+    from kvlog.buffers.ring import RingEntry, RingPart
+    from kvlog.ids import Writer
+    from kvlog.limits import Limits
+    from kvlog.link.server import Peer
+
+__all__ = ["IntakeParts", "RowIntake"]
+
+_IDLE_SECONDS = 0.5
+"""A doorbell that was missed costs at most so long."""
+_THREAD_BYTES_MIN = 64 << 10
+"""Below this, handing the encoding to a thread costs more than it saves."""
+
+_EMPTY = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntakeParts:
+    """What every engine's intake and the control share."""
+
+    shell: NodeShell
+    publisher: Publisher
+    turns: TurnRegistry
+    telemetry: Telemetry
+    limits: Limits
+    writer: Writer
+
+
+class RowIntake:
+    """Reads one engine's ring until cancelled."""
+
+    def __init__(self, parts: IntakeParts, codec: CodecChooser, pacer: Pacer, *, ring_bytes: int) -> None:
+        """Make the ring; ConfigError if the memory is not there."""
+        self._parts = parts
+        self._codec = codec
+        self._pacer = pacer
+        self._memory = create_ring(ring_bytes)
+        self._reader = RingReader(self._memory)
+        self._doorbell = create_doorbell()
+        self._rung = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._drained.set()
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """Ring and doorbell, for the engine; they stay ours."""
+        return self._memory.fd, self._doorbell.fileno()
+
+    @property
+    def ring_bytes(self) -> int:
+        """Size of the ring's memory."""
+        return self._memory.size_bytes
+
+    def wake(self) -> None:
+        """Look at the ring now: a turn is to be closed."""
+        self._drained.clear()
+        self._rung.set()
+
+    async def drained(self) -> None:
+        """Wait until the ring was empty after the last `wake`."""
+        await self._drained.wait()
+
+    async def run(self, peer: Peer, on_corrupt: Callable[[DecodeError], None]) -> None:
+        """Take rows as they come.
+
+        Args:
+            peer: the engine.
+            on_corrupt: called once if the ring holds nonsense; the link must then be closed.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._doorbell.fileno(), self._rung.set)
+        try:
+            while True:
+                await self._wait(peer)
+                self._doorbell.clear()
+                self._rung.clear()
+                await self._take_all()
+                await self._flush_due(peer, time.monotonic())
+                await self._finish_closing(peer)
+                if not self._rung.is_set():
+                    self._drained.set()
+        except DecodeError as error:
+            on_corrupt(error)
+        finally:
+            self._drained.set()
+            loop.remove_reader(self._doorbell.fileno())
+
+    def close(self) -> None:
+        """Give ring and doorbell back; after `run` has ended."""
+        self._reader.close()
+        self._memory.close()
+        self._doorbell.close()
+
+    async def _wait(self, peer: Peer) -> None:
+        seconds = _IDLE_SECONDS
+        for entry in self._parts.turns.of_peer(peer):
+            for batch in entry.batches.values():
+                due = batch.since + entry.mode.milliseconds / 1000 - time.monotonic()
+                seconds = max(0.0, min(seconds, due))
+        try:
+            async with asyncio.timeout(seconds):
+                await self._rung.wait()
+        except TimeoutError:
+            pass
+
+    async def _take_all(self) -> None:
+        while (entry := self._reader.peek()) is not None:
+            await self._parts.publisher.room()
+            await self._take(entry)
+            self._reader.release()
+            await asyncio.sleep(0)
+
+    async def _take(self, entry: RingEntry) -> None:
+        metrics = self._parts.telemetry.metrics
+        for part in entry.parts():
+            turn = self._parts.turns.of_row(part.row)
+            if turn is None:
+                metrics.rows_dropped.inc(part.row.n)
+                continue
+            metrics.rows_taken.inc(part.row.n)
+            if turn.mode.kind is SyncKind.EVERY:
+                await self._batch(turn, part, entry.row_bytes)
+            else:
+                await self._publish(turn, part.row.shard, part.row.start, part.tokens, part.rows)
+
+    async def _batch(self, turn: OpenTurnEntry, part: RingPart, row_bytes: int) -> None:
+        """Hold rows back until there are enough of them, or until they are due."""
+        batch = turn.batches.get(part.row.shard)
+        if batch is not None and batch.start + len(batch.tokens) != part.row.start:
+            await self._flush(turn, part.row.shard)
+            batch = None
+        if batch is None:
+            batch = turn.batches[part.row.shard] = Batch(part.row.start, time.monotonic())
+        batch.tokens.extend(part.tokens)
+        batch.rows += part.rows
+        held_max = max(1, (self._parts.limits.record_bytes // max(1, row_bytes)))
+        if len(batch.tokens) >= min(turn.mode.tokens, held_max):
+            await self._flush(turn, part.row.shard)
+
+    async def _flush_due(self, peer: Peer, now: float) -> None:
+        for turn in self._parts.turns.of_peer(peer):
+            for shard, batch in list(turn.batches.items()):
+                if turn.closing or batch.since + turn.mode.milliseconds / 1000 <= now:
+                    await self._flush(turn, shard)
+
+    async def _flush(self, turn: OpenTurnEntry, shard: Shard) -> None:
+        batch = turn.batches.pop(shard)
+        await self._publish(turn, shard, batch.start, tuple(batch.tokens), memoryview(batch.rows))
+
+    async def _finish_closing(self, peer: Peer) -> None:
+        """Turns whose engine has closed them end once their rows are out of the ring."""
+        for turn in self._parts.turns.of_peer(peer):
+            if turn.closing:
+                self._parts.turns.pop(turn.turn)
+                self._parts.shell.step(CloseTurn(turn.turn))
+
+    async def _publish(
+        self,
+        turn: OpenTurnEntry,
+        shard: Shard,
+        start: Position,
+        tokens: tuple[int, ...],
+        rows: memoryview,
+    ) -> None:
+        row_bytes = turn.layout.row_bytes
+        if turn.mode.kind is SyncKind.IDS or len(rows) == 0:
+            codec = Codec.IDS
+        else:
+            codec = await self._codec.choose(rows, turn.layout)
+        for piece in cut(len(tokens), row_bytes=row_bytes, codec=codec, limits=self._parts.limits):
+            await self._parts.publisher.room()
+            end = piece.first + piece.count
+            payload = await self._encode(rows[piece.first * row_bytes : end * row_bytes], codec, turn)
+            await self._pacer.spend(len(payload))
+            self._parts.shell.step(
+                EncodedRows(
+                    turn=turn.turn,
+                    epoch=turn.epoch,
+                    shard=shard,
+                    start=Position(start + piece.first),
+                    tokens=tokens[piece.first : end],
+                    codec=codec,
+                    payload=payload,
+                    payload_checksum=checksum(payload),
+                )
+            )
+
+    async def _encode(self, rows: memoryview, codec: Codec, turn: OpenTurnEntry) -> memoryview:
+        if codec is Codec.IDS:
+            return _EMPTY
+        if codec is Codec.RAW:
+            return rows
+        if len(rows) < _THREAD_BYTES_MIN:
+            return memoryview(encode_payload(rows, codec, turn.layout.dtype))
+        return memoryview(await asyncio.to_thread(encode_payload, rows, codec, turn.layout.dtype))

@@ -1,0 +1,100 @@
+"""The turns in progress of this daemon's engines: what their rows need to be logged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvlog.buffers.ring import session_hash
+
+if TYPE_CHECKING:
+    from kvlog.buffers.ring import TableRow
+    from kvlog.ids import Epoch, Position, SessionId, Shard, Turn
+    from kvlog.layout import Layout
+    from kvlog.link.server import Peer
+    from kvlog.modes import SyncMode
+
+__all__ = ["Batch", "OpenTurnEntry", "TurnRegistry"]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rows of one shard that wait to become one delta; contiguous from `start`."""
+
+    start: Position
+    since: float
+    tokens: list[int] = field(default_factory=list)
+    rows: bytearray = field(default_factory=bytearray)
+
+
+@dataclass(slots=True, eq=False)
+class OpenTurnEntry:
+    """One turn in progress.
+
+    Args:
+        peer: the engine whose request it is.
+        session: of the turn.
+        turn: its number.
+        epoch: rows of another one are dropped.
+        mode: how closely it is logged.
+        layout: what a row is.
+        closing: the engine has closed it, and it lasts only until its rows are out of the ring.
+    """
+
+    peer: Peer
+    session: SessionId
+    turn: Turn
+    epoch: Epoch
+    mode: SyncMode
+    layout: Layout
+    session_hash: int
+    closing: bool = False
+    batches: dict[Shard, Batch] = field(default_factory=dict)
+
+
+class TurnRegistry:
+    """Turns by number; a turn is in here from TurnOpened until it has ended and its rows are out of the rings."""
+
+    def __init__(self) -> None:
+        self._turns: dict[Turn, OpenTurnEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def add(self, entry: OpenTurnEntry) -> None:
+        """A turn was opened."""
+        self._turns[entry.turn] = entry
+
+    def get(self, turn: Turn) -> OpenTurnEntry | None:
+        """The turn of this number, if it is in progress."""
+        return self._turns.get(turn)
+
+    def pop(self, turn: Turn) -> OpenTurnEntry | None:
+        """The turn has ended."""
+        return self._turns.pop(turn, None)
+
+    def of_row(self, row: TableRow) -> OpenTurnEntry | None:
+        """The turn of a ring row if epoch and session fit too: numbers restart with the daemon (RULE ring)."""
+        entry = self._turns.get(row.turn)
+        if entry is None or entry.epoch != row.epoch or entry.session_hash != row.session_hash:
+            return None
+        return entry
+
+    def of_peer(self, peer: Peer) -> list[OpenTurnEntry]:
+        """Every turn of one engine."""
+        return [entry for entry in self._turns.values() if entry.peer is peer]
+
+    def sessions(self) -> frozenset[SessionId]:
+        """Sessions with a turn in progress."""
+        return frozenset(entry.session for entry in self._turns.values())
+
+    def busy_hashes(self, at_most: int) -> tuple[int, ...]:
+        """xxh3_64 of sessions with a turn in progress."""
+        return tuple(entry.session_hash for entry in list(self._turns.values())[:at_most])
+
+    def of_session(self, session: SessionId) -> OpenTurnEntry | None:
+        """The turn in progress of a session."""
+        wanted = session_hash(session)
+        return next(
+            (e for e in self._turns.values() if e.session_hash == wanted and e.session == session), None
+        )

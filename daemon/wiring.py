@@ -1,0 +1,146 @@
+"""The one composition root: every object of a daemon is made here, and nothing is started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from daemon.codec import CodecChooser
+from daemon.control import ControlOptions, EngineControl
+from daemon.index import NodeIndex
+from daemon.intake import IntakeParts
+from daemon.node import NodeShell
+from daemon.notify import Notifier
+from daemon.pace import Pacer
+from daemon.primary import Publisher
+from daemon.standby import LogTail, PoolApplier
+from daemon.telemetry import Telemetry
+from daemon.turns import TurnRegistry
+from kvlog.buffers.eviction import EvictionMarks
+from kvlog.buffers.pool import PoolOptions, open_pool
+from kvlog.checksums import partition_of
+from kvlog.core.node import Myself, NodeCore
+from kvlog.ids import NodeId, Nonce, Partition, Writer
+from kvlog.limits import DEFAULT
+from kvlog.link.server import LinkServer, ServerOptions
+from kvlog.log.settings import make_log
+from kvlog.modes import parse_sync_mode
+from kvlog.wire.header import header_bytes
+
+if TYPE_CHECKING:
+    from daemon.settings import Settings
+    from kvlog.buffers.pool import BlockPool
+    from kvlog.ids import SessionId
+    from kvlog.limits import Limits
+    from kvlog.log.base import Log
+
+__all__ = ["Parts", "wire"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything that a daemon consists of."""
+
+    settings: Settings
+    myself: Myself
+    limits: Limits
+    telemetry: Telemetry
+    notifier: Notifier
+    log: Log
+    pool: BlockPool
+    marks: EvictionMarks
+    turns: TurnRegistry
+    shell: NodeShell
+    tail: LogTail
+    publisher: Publisher
+    control: EngineControl
+    server: LinkServer
+    index: NodeIndex
+
+    @staticmethod
+    def new_nonce() -> Nonce:
+        """16 random bytes for one claim."""
+        return Nonce(os.urandom(16))
+
+
+def wire(settings: Settings) -> Parts:
+    """Make a daemon's parts; allocates the pool.
+
+    Raises:
+        ConfigError: the pool does not fit this machine, or something that a setting needs is not installed.
+    """
+    limits = replace(DEFAULT, record_bytes=settings.log.max_record_bytes)
+    node, writer = NodeId(settings.node.id), Writer(os.urandom(16))
+    partitions = settings.log.partitions
+
+    def partition(session: SessionId) -> Partition:
+        return Partition(partition_of(session, partitions))
+
+    myself = Myself(node, writer, partition, lambda record: header_bytes(record, limits=limits))
+    telemetry = Telemetry(settings.node.id)
+    log = make_log(settings.log)
+    pool = open_pool(
+        PoolOptions(
+            bytes_total=settings.pool.bytes,
+            block_bytes=settings.pool.block_bytes,
+            device=settings.pool.device,
+            pinned_share=limits.pinned_blocks_share,
+        )
+    )
+    shell = NodeShell(NodeCore(myself, limits))
+    turns = TurnRegistry()
+    publisher = Publisher(
+        shell,
+        telemetry,
+        queue_bytes=limits.publish_queue_bytes,
+        format_version=settings.log.format_version,
+    )
+    PoolApplier(shell, pool, telemetry, limits)
+    tail = LogTail(shell, telemetry, limits)
+    parts = IntakeParts(
+        shell=shell, publisher=publisher, turns=turns, telemetry=telemetry, limits=limits, writer=writer
+    )
+    control = EngineControl(
+        parts,
+        pool,
+        CodecChooser(settings.sync.codec, settings.sync.codec_cores, publisher, telemetry),
+        Pacer(settings.sync.bandwidth_bytes_per_second),
+        ControlOptions(
+            node=node,
+            incarnation=writer,
+            ring_bytes=settings.link.ring_bytes,
+            claim_wait_ms_max=settings.link.claim_wait_ms_max,
+            mode=parse_sync_mode(settings.sync.mode),
+        ),
+    )
+    return Parts(
+        settings=settings,
+        myself=myself,
+        limits=limits,
+        telemetry=telemetry,
+        notifier=Notifier.from_environment(),
+        log=log,
+        pool=pool,
+        marks=EvictionMarks(
+            high_percent=settings.pool.high_percent,
+            low_percent=settings.pool.low_percent,
+            ttl_ns=settings.pool.idle_seconds * 1_000_000_000,
+        ),
+        turns=turns,
+        shell=shell,
+        tail=tail,
+        publisher=publisher,
+        control=control,
+        server=LinkServer(
+            settings.link.socket,
+            control,
+            ServerOptions(
+                uids=settings.link.uids,
+                gids=settings.link.gids,
+                peers_max=settings.link.engines_max,
+                limits=limits,
+            ),
+        ),
+        index=NodeIndex(shell, pool, turns, node, writer),
+    )
