@@ -44,6 +44,11 @@ class Message:
     value: Buffer | None
     headers: list[tuple[str, bytes]]
 
+    @property
+    def value_bytes(self) -> int:
+        """Size of the value."""
+        return 0 if self.value is None else memoryview(self.value).nbytes
+
     @classmethod
     def of_record(cls, key: bytes, value: Buffer, *, kind: int, epoch: int) -> Message:
         """The message for a record: kind and epoch are repeated in its headers."""

@@ -102,15 +102,16 @@ class KafkaWriter:
             ConfigError: the topic has another number of partitions now; nothing is written any more.
         """
         message = Message.of_record(request.key, request.value, kind=request.kind, epoch=request.epoch)
+        limit = self._options.records.record_bytes_max
+        if message.value_bytes > limit:
+            return _refused(message.value_bytes, limit)
         return await self.append_message(request.partition, message)
 
     async def append_message(self, partition: Partition, message: Message) -> asyncio.Future[Offset]:
         """`append` for any key and value, a tombstone too."""
         size = message_bytes(message)
         if size > self._topic.message_bytes_max:
-            refused: asyncio.Future[Offset] = asyncio.get_running_loop().create_future()
-            refused.set_exception(RowTooLarge(row_bytes=size, record_bytes_max=self._topic.message_bytes_max))
-            return refused
+            return _refused(size, self._topic.message_bytes_max)
         self._refuse_if_stopped()
         await self._take_room(size)
         future = self._lanes[partition].place(message, size, self._batch_bytes_max)
@@ -354,3 +355,10 @@ class KafkaWriter:
         else:
             self._refused = None
         self._leaders = seen.leaders
+
+
+def _refused(row_bytes: int, record_bytes_max: int) -> asyncio.Future[Offset]:
+    """What `append` answers for a message that is too large."""
+    future: asyncio.Future[Offset] = asyncio.get_running_loop().create_future()
+    future.set_exception(RowTooLarge(row_bytes=row_bytes, record_bytes_max=record_bytes_max))
+    return future

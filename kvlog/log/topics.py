@@ -157,8 +157,8 @@ def refuse_unusable(wanted: TopicWanted, found: TopicFound, *, bootstrap: str) -
     """Refuse a topic that cannot be used as it is.
 
     Raises:
-        ConfigError: another number of partitions (sessions would be looked for in the wrong ones), or a
-            max.message.bytes below our records.
+        ConfigError: another number of partitions (sessions would be looked for in the wrong ones), or messages or
+            segments that are too small for our records.
     """
     if found.partitions != wanted.partitions:
         raise ConfigError(
@@ -172,6 +172,13 @@ def refuse_unusable(wanted: TopicWanted, found: TopicFound, *, bootstrap: str) -
             setting="log.max_record_bytes",
             problem=f"topic {wanted.name} takes messages of {limit} bytes, ours have up to {wanted.message_bytes_min}",
             fix=config_command(bootstrap, wanted.name, "max.message.bytes", str(wanted.message_bytes_min)),
+        )
+    segment = None if found.config is None else found.config.get("segment.bytes")
+    if segment is not None and int(segment) < wanted.message_bytes_min:
+        raise ConfigError(
+            setting="log.kafka.segment_bytes",
+            problem=f"topic {wanted.name} has segments of {segment} bytes, messages up to {wanted.message_bytes_min}",
+            fix=config_command(bootstrap, wanted.name, "segment.bytes", str(RecordsWanted().segment_bytes)),
         )
 
 

@@ -2,6 +2,9 @@
 
 A folder of jars is all it takes: `libs/` of a Kafka distribution, of a Maven `dependency:copy-dependencies`, or the
 folder itself. Java 17 or newer. Brokers die with the process that started them (PR_SET_PDEATHSIG), however it ends.
+
+Each broker has two listeners: PLAINTEXT, whose anonymous user may do everything, and SASL_SSL, where `alice` with the
+password `secret` may do what the ACLs say (nothing, at first).
 """
 
 from __future__ import annotations
@@ -16,53 +19,196 @@ import subprocess
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from tests.kafka.certificate import make_certificate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Broker", "BrokerFailed", "Cluster", "Tools", "free_port", "jars_in"]
+__all__ = [
+    "USERS",
+    "Broker",
+    "BrokerFailed",
+    "Cluster",
+    "JarCluster",
+    "JarTools",
+    "Tools",
+    "free_ports",
+    "jars_in",
+]
 
-START_SECONDS = 60.0
+START_SECONDS = 90.0
 STOP_SECONDS = 15.0
 PR_SET_PDEATHSIG = 1
 LOG4J = """<Configuration status="WARN"><Appenders>
 <Console name="out"><PatternLayout pattern="%d %p %c %m%n"/></Console></Appenders>
 <Loggers><Root level="INFO"><AppenderRef ref="out"/></Root></Loggers></Configuration>"""
+USERS = {"alice": "secret"}
 TOOLS = {
     "producer-perf": "org.apache.kafka.tools.ProducerPerformance",
     "consumer-perf": "org.apache.kafka.tools.ConsumerPerformance",
     "e2e-latency": "org.apache.kafka.tools.EndToEndLatency",
     "groups": "org.apache.kafka.tools.consumer.group.ConsumerGroupCommand",
-    "topics": "org.apache.kafka.tools.TopicCommand",
-    "configs": "org.apache.kafka.tools.ConfigCommand",
     "acls": "org.apache.kafka.tools.AclCommand",
-    "dump": "kafka.tools.DumpLogSegments",
-    "delete-records": "org.apache.kafka.tools.DeleteRecordsCommand",
 }
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class BrokerFailed(Exception):
-    """A broker did not start, with the last lines of its log."""
+    """A broker or a tool did not do its work; the text has its last words."""
 
 
-def free_port() -> int:
-    """Finds a port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+class Tools(Protocol):
+    """Kafka's own command line tools."""
+
+    def run(self, tool: str, *arguments: str) -> str:
+        """Runs one of TOOLS and returns what it printed."""
+        ...
+
+
+class Broker(Protocol):
+    """One broker, as the crash tests need it."""
+
+    @property
+    def data(self) -> Path:
+        """Its log directory."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it as a power cut would."""
+        ...
+
+    def pause(self) -> None:
+        """Stops it in the middle of whatever it does."""
+        ...
+
+    def resume(self) -> None:
+        """Lets it go on."""
+        ...
+
+    def restart(self) -> None:
+        """Starts it again on its data, and waits until it serves."""
+        ...
+
+
+class Cluster(Protocol):
+    """Some brokers that know each other."""
+
+    @property
+    def tools(self) -> Tools:
+        """Kafka's tools, of the same version."""
+        ...
+
+    @property
+    def brokers(self) -> Sequence[Broker]:
+        """Its brokers."""
+        ...
+
+    @property
+    def authority(self) -> Path:
+        """The PEM file with the authority that signed the brokers."""
+        ...
+
+    @property
+    def bootstrap(self) -> str:
+        """Where the PLAINTEXT listeners are."""
+        ...
+
+    @property
+    def secure_bootstrap(self) -> str:
+        """Where the SASL_SSL listeners are."""
+        ...
+
+    def start(self) -> None:
+        """Starts all brokers and waits until each serves."""
+        ...
+
+    def stop(self) -> None:
+        """Ends all brokers."""
+        ...
+
+
+def free_ports(count: int) -> list[int]:
+    """Finds ports that nobody listens on just now."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
 
 
 def jars_in(home: Path) -> Path | None:
-    """Finds the folder with Kafka's jars under a home: `libs/`, `lib/`, or the home itself."""
-    for folder in (home / "libs", home / "lib", home):
+    """Finds the folder with Kafka's jars under a home: `libs/`, or the home itself."""
+    for folder in (home / "libs", home):
         if any(folder.glob("kafka-clients-*.jar")) and any(folder.glob("kafka_2*.jar")):
             return folder
     return None
+
+
+def is_open(port: int) -> bool:
+    """Tells whether somebody accepts connections."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 0.2).close()
+    except OSError:
+        return False
+    return True
+
+
+def settings_of(number: int, ports: Sequence[int], data: Path, keystore: Path) -> dict[str, str]:
+    """A broker's server.properties, but for the quorum and the number of copies.
+
+    Args:
+        number: Its node id.
+        ports: Of PLAINTEXT, SASL_SSL and the controller.
+        data: Its log directory.
+        keystore: Its key and certificate.
+    """
+    plain, secure, controller = ports
+    jaas = "org.apache.kafka.common.security.plain.PlainLoginModule required"
+    users = " ".join(f'user_{name}="{password}"' for name, password in USERS.items())
+    return {
+        "process.roles": "broker,controller",
+        "node.id": str(number),
+        "listeners": f"PLAINTEXT://127.0.0.1:{plain},SASL_SSL://127.0.0.1:{secure},CONTROLLER://127.0.0.1:{controller}",
+        "advertised.listeners": f"PLAINTEXT://127.0.0.1:{plain},SASL_SSL://127.0.0.1:{secure}",
+        "controller.listener.names": "CONTROLLER",
+        "inter.broker.listener.name": "PLAINTEXT",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SASL_SSL:SASL_SSL",
+        "sasl.enabled.mechanisms": "PLAIN",
+        "listener.name.sasl_ssl.plain.sasl.jaas.config": f"{jaas} {users};",
+        "ssl.keystore.type": "PEM",
+        "ssl.keystore.location": str(keystore),
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "super.users": "User:ANONYMOUS",
+        "log.dirs": str(data),
+        # Kafka's default, and a trap: asking for a topic makes it, with the wrong settings. We must not fall into it.
+        "auto.create.topics.enable": "true",
+        "group.initial.rebalance.delay.ms": "0",
+        "offsets.topic.num.partitions": "4",
+        "num.network.threads": "2",
+        "num.io.threads": "4",
+        "log.cleaner.dedupe.buffer.size": "20971520",
+        "log.cleaner.backoff.ms": "500",
+        "log.retention.check.interval.ms": "500",
+        "log.initial.task.delay.ms": "500",
+    }
+
+
+def copies_of(count: int) -> dict[str, str]:
+    """The number of copies of Kafka's own topics on so many brokers."""
+    copies = str(min(count, 3))
+    return {
+        "offsets.topic.replication.factor": copies,
+        "transaction.state.log.replication.factor": copies,
+        "transaction.state.log.min.isr": "1",
+        "default.replication.factor": copies,
+    }
 
 
 def _die_with_parent() -> None:
@@ -71,8 +217,8 @@ def _die_with_parent() -> None:
 
 
 @dataclass(frozen=True)
-class Tools:
-    """Kafka's own command line tools, from the same jars."""
+class JarTools:
+    """The tools from a folder of jars."""
 
     jars: Path
 
@@ -81,42 +227,42 @@ class Tools:
     ) -> list[str]:
         """Builds a command line."""
         logging = [f"-Dlog4j2.configurationFile={log4j}"] if log4j is not None else []
-        flags = [f"-Xmx{heap}", "-XX:+UseSerialGC", "-Djava.awt.headless=true", *logging]
+        flags = [
+            f"-Xmx{heap}",
+            "-XX:+UseSerialGC",
+            "-XX:TieredStopAtLevel=4",
+            "-Djava.awt.headless=true",
+            *logging,
+        ]
         return [shutil.which("java") or "java", *flags, "-cp", f"{self.jars}/*", main, *arguments]
 
-    def run(self, tool: str, *arguments: str, timeout: float = 60.0) -> str:
-        """Runs a tool and returns what it printed."""
-        done = subprocess.run(
-            self.java(TOOLS[tool], arguments), capture_output=True, text=True, timeout=timeout, check=False
-        )
+    def run(self, tool: str, *arguments: str) -> str:
+        """See Tools.run."""
+        command = self.java(TOOLS[tool], arguments)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             raise BrokerFailed(f"{tool} {' '.join(arguments)}: {done.stdout}{done.stderr}")
         return done.stdout
 
 
 @dataclass
-class Broker:
-    """One broker and controller of a cluster."""
+class JarBroker:
+    """One broker and controller, as a process of ours."""
 
     number: int
     port: int
-    controller_port: int
     folder: Path
-    tools: Tools
+    tools: JarTools
+    cluster_id: str
     properties: dict[str, str]
     process: subprocess.Popen[bytes] | None = None
 
     @property
-    def address(self) -> str:
-        """Where clients reach it."""
-        return f"127.0.0.1:{self.port}"
-
-    @property
     def data(self) -> Path:
-        """Its log directory."""
+        """See Broker.data."""
         return self.folder / "data"
 
-    def spawn(self, cluster_id: str) -> None:
+    def spawn(self) -> None:
         """Formats the storage if it is new, and starts the broker."""
         self.folder.mkdir(parents=True, exist_ok=True)
         settings, log4j = self.folder / "server.properties", self.folder / "log4j2.xml"
@@ -126,7 +272,7 @@ class Broker:
         log4j.write_text(LOG4J, encoding="utf-8")
         with (self.folder / "log").open("ab") as log:
             if not (self.data / "meta.properties").exists():
-                form = ["format", "-t", cluster_id, "-c", str(settings)]
+                form = ["format", "-t", self.cluster_id, "-c", str(settings)]
                 command = self.tools.java("kafka.tools.StorageTool", form, heap="128m", log4j=log4j)
                 subprocess.run(command, check=True, stdout=log, stderr=log)
             self.process = subprocess.Popen(
@@ -138,33 +284,53 @@ class Broker:
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call; tests start brokers from the main thread
             )
 
-    def is_serving(self) -> bool:
-        """Tells whether it accepts connections; raises when it has died."""
-        assert self.process is not None
-        if self.process.poll() is not None:
-            raise BrokerFailed(self._last_words())
-        try:
-            socket.create_connection(("127.0.0.1", self.port), 0.2).close()
-        except OSError:
-            return False
-        return True
+    def wait(self) -> None:
+        """Waits until it serves; raises BrokerFailed when it does not."""
+        deadline = time.monotonic() + START_SECONDS
+        while not is_open(self.port):
+            if not self.is_alive or time.monotonic() > deadline:
+                raise BrokerFailed(self._last_words())
+            time.sleep(0.05)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self.process is not None and self.process.poll() is None
 
     def kill(self) -> None:
-        """Ends it as a power cut would."""
+        """See Broker.kill."""
         self.signal(signal.SIGKILL)
         assert self.process is not None
         self.process.wait(STOP_SECONDS)
 
+    def pause(self) -> None:
+        """See Broker.pause."""
+        self.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """See Broker.resume."""
+        self.signal(signal.SIGCONT)
+
+    def restart(self) -> None:
+        """See Broker.restart."""
+        if self.is_alive:
+            self.resume()
+            return
+        self.spawn()
+        self.wait()
+
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to this broker's own process."""
-        assert self.process is not None
-        if self.process.poll() is None:
+        if self.is_alive:
+            assert self.process is not None
             os.kill(self.process.pid, number)
 
     def stop(self) -> None:
         """Ends it in order, or at least ends it."""
-        if self.process is None:
+        if not self.is_alive:
             return
+        assert self.process is not None
+        self.resume()
         self.signal(signal.SIGTERM)
         try:
             self.process.wait(STOP_SECONDS)
@@ -173,90 +339,63 @@ class Broker:
 
     def _last_words(self) -> str:
         lines = (self.folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-        return f"broker {self.number} has died; the end of its log:\n" + "\n".join(lines[-20:])
+        return f"broker {self.number} does not serve; the end of its log:\n" + "\n".join(lines[-20:])
 
 
 @dataclass
-class Cluster:
-    """Some brokers that know each other."""
+class JarCluster:
+    """Brokers from a folder of jars."""
 
     folder: Path
-    tools: Tools
+    tools: JarTools
     count: int = 1
     extra: Mapping[str, str] = field(default_factory=dict)
-    brokers: list[Broker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Chooses ports and writes down what each broker is to be."""
-        self._id = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
-        ports = [(free_port(), free_port()) for _ in range(self.count)]
-        voters = ",".join(f"{n}@127.0.0.1:{controller}" for n, (_, controller) in enumerate(ports))
-        for n, (port, controller) in enumerate(ports):
-            folder = self.folder / str(n)
-            settings = self._settings(n, port, controller, folder / "data") | {
-                "controller.quorum.voters": voters
-            }
-            self.brokers.append(Broker(n, port, controller, folder, self.tools, settings | dict(self.extra)))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.authority, keystore = self.folder / "authority.pem", self.folder / "keystore.pem"
+        make_certificate(keystore=keystore, authority=self.authority)
+        cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode().replace("-", "A")
+        ports = free_ports(3 * self.count)
+        triples = [ports[3 * n : 3 * n + 3] for n in range(self.count)]
+        voters = ",".join(f"{n}@127.0.0.1:{triple[2]}" for n, triple in enumerate(triples))
+        shared = copies_of(self.count) | {"controller.quorum.voters": voters} | dict(self.extra)
+        self._triples = triples
+        self.brokers = [
+            JarBroker(
+                n,
+                triple[0],
+                self.folder / str(n),
+                self.tools,
+                cluster_id,
+                settings_of(n, triple, self.folder / str(n) / "data", keystore) | shared,
+            )
+            for n, triple in enumerate(triples)
+        ]
 
     @property
     def bootstrap(self) -> str:
-        """The brokers' addresses."""
-        return ",".join(broker.address for broker in self.brokers)
+        """See Cluster.bootstrap."""
+        return ",".join(f"127.0.0.1:{plain}" for plain, _, _ in self._triples)
+
+    @property
+    def secure_bootstrap(self) -> str:
+        """See Cluster.secure_bootstrap."""
+        return ",".join(f"127.0.0.1:{secure}" for _, secure, _ in self._triples)
 
     def start(self) -> None:
-        """Starts all brokers and waits until each accepts connections."""
+        """See Cluster.start."""
         try:
             for broker in self.brokers:
-                broker.spawn(self._id)
+                broker.spawn()
             for broker in self.brokers:
-                self._wait(broker)
+                broker.wait()
         except BaseException:
             self.stop()
             raise
 
-    def restart(self, broker: Broker) -> None:
-        """Starts a dead broker again on its data."""
-        broker.spawn(self._id)
-        self._wait(broker)
-
     def stop(self) -> None:
-        """Ends all brokers."""
-        for broker in self.brokers:
-            broker.signal(signal.SIGTERM)
+        """See Cluster.stop."""
         for broker in self.brokers:
             broker.stop()
-
-    @staticmethod
-    def _wait(broker: Broker) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while not broker.is_serving():
-            if time.monotonic() > deadline:
-                raise BrokerFailed(f"broker {broker.number} does not serve after {START_SECONDS} s")
-            time.sleep(0.05)
-
-    def _settings(self, number: int, port: int, controller: int, data: Path) -> dict[str, str]:
-        copies = str(min(self.count, 3))
-        return {
-            "process.roles": "broker,controller",
-            "node.id": str(number),
-            "listeners": f"PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller}",
-            "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}",
-            "controller.listener.names": "CONTROLLER",
-            "inter.broker.listener.name": "PLAINTEXT",
-            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SSL:SSL,"
-            "SASL_SSL:SASL_SSL,SASL_PLAINTEXT:SASL_PLAINTEXT",
-            "log.dirs": str(data),
-            "auto.create.topics.enable": "true",
-            "group.initial.rebalance.delay.ms": "0",
-            "offsets.topic.replication.factor": copies,
-            "offsets.topic.num.partitions": "4",
-            "transaction.state.log.replication.factor": copies,
-            "transaction.state.log.min.isr": "1",
-            "default.replication.factor": copies,
-            "num.network.threads": "2",
-            "num.io.threads": "4",
-            "log.cleaner.dedupe.buffer.size": "20971520",
-            "log.cleaner.backoff.ms": "500",
-            "log.retention.check.interval.ms": "500",
-            "log.initial.task.delay.ms": "500",
-        }

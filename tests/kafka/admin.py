@@ -1,0 +1,75 @@
+"""What operators do to topics behind our back, for tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiokafka.protocol.admin import (
+    AlterConfigsRequest,
+    CreatePartitionsRequest,
+    CreateTopicsRequest,
+    DeleteRecordsRequest,
+    DeleteTopicsRequest,
+)
+
+from kvlog.log.kafka_link import KafkaLink
+from kvlog.log.kafka_options import KafkaOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Admin"]
+
+TIMEOUT_MS = 20_000
+TOPIC = 2
+
+
+class Admin:
+    """An administrator's connection. `close` it."""
+
+    def __init__(self, bootstrap: str) -> None:
+        self._link = KafkaLink(KafkaOptions(bootstrap=bootstrap, client_id="admin", timeout_seconds=20))
+
+    async def create(self, topic: str, partitions: int, config: Mapping[str, str] | None = None) -> None:
+        """Makes a topic with one copy."""
+        row: tuple[object, ...] = (topic, partitions, 1, [], list((config or {}).items()))
+        response = await self._link.send(None, CreateTopicsRequest([row], TIMEOUT_MS, False))
+        assert response.topic_errors[0][1] == 0, response
+
+    async def delete(self, topic: str) -> None:
+        """Deletes a topic."""
+        response = await self._link.send(None, DeleteTopicsRequest([topic], TIMEOUT_MS))
+        assert response.topic_error_codes[0][1] == 0, response
+
+    async def recreate(self, topic: str, partitions: int, config: Mapping[str, str] | None = None) -> None:
+        """Deletes a topic and makes an empty one under the same name."""
+        await self.delete(topic)
+        await self.create(topic, partitions, config)
+
+    async def exists(self, topic: str) -> bool:
+        """Tells whether there is such a topic."""
+        return await self._link.describe(topic) is not None
+
+    async def set_config(self, topic: str, config: Mapping[str, str]) -> None:
+        """Replaces a topic's own settings."""
+        response = await self._link.send(None, AlterConfigsRequest([(TOPIC, topic, list(config.items()))]))
+        assert response.resources[0][0] == 0, response
+
+    async def add_partitions(self, topic: str, total: int) -> None:
+        """Gives a topic more partitions."""
+        response = await self._link.send(
+            None, CreatePartitionsRequest([(topic, (total, None))], TIMEOUT_MS, False)
+        )
+        assert response.topic_errors[0][1] == 0, response
+
+    async def delete_records(self, topic: str, partition: int, before: int) -> None:
+        """Deletes a partition's records below an offset."""
+        seen = await self._link.describe(topic)
+        assert seen is not None
+        rows = [(topic, [(partition, before)])]
+        response = await self._link.send(seen.leaders[partition], DeleteRecordsRequest(rows, TIMEOUT_MS))
+        assert response.topics[0][1][0][2] == 0, response
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._link.close()
