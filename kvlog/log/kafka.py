@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from kvlog.errors import ConfigError, LogUnavailable
+from kvlog.errors import ConfigError, LocalProtocolError, LogUnavailable
 from kvlog.ids import Offset, Partition
 from kvlog.log.base import PartitionBounds
 from kvlog.log.kafka_link import KafkaLink, Right, TopicBound
 from kvlog.log.kafka_offsets import GroupOffsets, bounds_of
 from kvlog.log.kafka_protocol import show_topic_id
 from kvlog.log.kafka_reader import KafkaReader
-from kvlog.log.kafka_table import KafkaTable
+from kvlog.log.kafka_table import KafkaTable, ReadOnlyWriter
 from kvlog.log.kafka_topics import TopicKeeper
 from kvlog.log.kafka_writer import KafkaWriter
 from kvlog.log.topics import records_topic, table_topic, wanted_records, wanted_table
@@ -48,6 +48,7 @@ class KafkaLog:
         self._options = options
         self._link = KafkaLink(options)
         self._keeper = TopicKeeper(self._link, options)
+        self._partitions = options.records.partitions
         self._bound: dict[str, TopicBound] = {}
         self._leaders: dict[str, Mapping[int, int]] = {}
         self._handed_out: list[_Closable] = []
@@ -55,7 +56,7 @@ class KafkaLog:
     @property
     def partitions(self) -> int:
         """See base.Log.partitions."""
-        return self._options.records.partitions
+        return self._partitions
 
     @property
     def where(self) -> str:
@@ -71,6 +72,10 @@ class KafkaLog:
         try:
             async with asyncio.timeout(self._options.timeout_seconds):
                 await self._link.look()
+                if self._options.read_only:
+                    await self._find(self._records)
+                    self._partitions = self._bound[self._records].partitions
+                    return ()
                 said = list(await self._bind(self._wanted_records()))
                 for table in TABLES:
                     said += await self._bind(self._wanted_table(table))
@@ -105,9 +110,12 @@ class KafkaLog:
         """See base.Log.writer.
 
         Raises:
+            LocalProtocolError: the log was opened to read only.
             LogUnavailable: the cluster cannot be reached now; call again.
             ConfigError: we may not write.
         """
+        if self._options.read_only:
+            raise LocalProtocolError(problem="this log was opened to read only")
         return await self._writer(self._records)
 
     async def reader(self, *, group: str | None = None) -> LogReader:
@@ -122,9 +130,14 @@ class KafkaLog:
             ConfigError: its topic cannot be made or used.
         """
         topic = table_topic(self._options.topic_prefix, name)
-        if topic not in self._bound:
-            await self._bind(self._wanted_table(name))
-        writer = await self._writer(topic)
+        writer: KafkaWriter | ReadOnlyWriter
+        if self._options.read_only:
+            await self._find(topic)
+            writer = ReadOnlyWriter()
+        else:
+            if topic not in self._bound:
+                await self._bind(self._wanted_table(name))
+            writer = await self._writer(topic)
         reader = self._reader(topic, None)
         return KafkaTable(
             writer,
@@ -164,6 +177,13 @@ class KafkaLog:
         self._bound[wanted.name] = TopicBound(wanted.name, seen.topic_id, wanted.partitions, limit)
         self._leaders[wanted.name] = seen.leaders
         return said
+
+    async def _find(self, topic: str) -> None:
+        """Remember a topic as it is; it is neither made nor compared with what is wanted."""
+        seen, limit = await self._keeper.find(topic)
+        self._keeper.refuse_without_rights(topic, seen.rights, Right.READ)
+        self._bound[topic] = TopicBound(topic, seen.topic_id, len(seen.leaders), limit)
+        self._leaders[topic] = seen.leaders
 
     async def _writer(self, topic: str) -> KafkaWriter:
         writer = KafkaWriter(KafkaLink(self._options), self._bound[topic], self._options)

@@ -90,6 +90,8 @@ class KafkaOptions:
         fetch_partition_bytes: one partition's part of it; raised to the topic's max.message.bytes.
         fetch_wait_seconds: how long a broker holds an empty fetch; bounds how late a `seek` takes effect.
         stuck_seconds: a partition with data but without progress for so long gets a new connection.
+        read_only: take the topics as they are, their P too, and change nothing: no topic is made, no right to write is
+            asked for, and writers and table rows are refused. For tools.
     """
 
     bootstrap: str
@@ -105,6 +107,7 @@ class KafkaOptions:
     fetch_partition_bytes: int = 2 << 20
     fetch_wait_seconds: float = 0.1
     stuck_seconds: float = 20.0
+    read_only: bool = False
 
     @property
     def where(self) -> str:

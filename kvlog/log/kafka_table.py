@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvlog.errors import LogTruncated, LogUnavailable, OutcomeUnknown
+from kvlog.errors import LocalProtocolError, LogTruncated, LogUnavailable, OutcomeUnknown
 from kvlog.ids import Offset, Partition
 from kvlog.log.base import TableRow
 from kvlog.log.kafka_batches import Message
@@ -17,11 +17,28 @@ if TYPE_CHECKING:
     from kvlog.log.kafka_reader import KafkaReader
     from kvlog.log.kafka_writer import KafkaWriter
 
-__all__ = ["KafkaTable"]
+__all__ = ["KafkaTable", "ReadOnlyWriter"]
 
 _ONLY = Partition(0)
 _READ_BYTES = 1 << 20
 _POLL_SECONDS = 0.5
+
+
+class ReadOnlyWriter:
+    """Stands for a table's writer where the log was opened to read only."""
+
+    trouble = ""
+
+    async def append_message(self, partition: Partition, message: Message) -> Awaitable[Offset]:  # noqa: ARG002
+        """Refuse.
+
+        Raises:
+            LocalProtocolError: always.
+        """
+        raise LocalProtocolError(problem="this log was opened to read only")
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 class KafkaTable:
@@ -36,7 +53,7 @@ class KafkaTable:
 
     def __init__(
         self,
-        writer: KafkaWriter,
+        writer: KafkaWriter | ReadOnlyWriter,
         reader: KafkaReader,
         bounds: Callable[[], Awaitable[PartitionBounds]],
         *,

@@ -59,6 +59,23 @@ class TopicKeeper:
         )
         return seen, limit, said
 
+    async def find(self, topic: str) -> tuple[TopicSeen, int]:
+        """Look at a topic that must be there already.
+
+        Returns: the topic, and the largest message that it takes.
+
+        Raises:
+            LogUnavailable: there is none of this name, or the cluster cannot say now.
+            ConfigError: we lack a right.
+        """
+        seen = await self._link.describe(topic)
+        if seen is None:
+            problem = f"there is no topic {topic}: no daemon has made it yet, or log.topic_prefix is another one there"
+            raise LogUnavailable(where=self._link.where, problem=problem)
+        config = await self._config(topic)
+        limit = self._options.records.record_bytes_max if config is None else int(config["max.message.bytes"])
+        return seen, limit
+
     @staticmethod
     def refuse_without_rights(topic: str, rights: int, needed: int) -> None:
         """Refuse a topic on which we may not do what we need.

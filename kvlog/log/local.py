@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvlog.errors import ConfigError, LogUnavailable
+from kvlog.errors import ConfigError, LocalProtocolError, LogUnavailable
 from kvlog.limits import DEFAULT
 from kvlog.log import local_rows as rows
 from kvlog.log.local_bell import TICK_SECONDS, Bell
@@ -26,6 +26,7 @@ from kvlog.log.local_lock import Holder, holder
 from kvlog.log.local_reader import LocalReader, ReadThread
 from kvlog.log.local_scribe import Scribe
 from kvlog.log.local_store import Paths, Synchronous, create, open_database
+from kvlog.log.local_submit import ReadOnly
 from kvlog.log.local_table import LocalTable
 from kvlog.log.local_writer import CLOSE_SECONDS, LocalWriter
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from kvlog.ids import Offset, Partition
     from kvlog.log.base import LogReader, LogWriter, PartitionBounds, Table
+    from kvlog.log.local_submit import Submitter
 
 __all__ = ["Holder", "LocalLog", "LocalLogOptions", "Synchronous"]
 
@@ -53,6 +55,8 @@ class LocalLogOptions:
         retention_bytes: of each partition's keys and values together; the oldest are deleted; None: never. The file can
             become partitions × retention_bytes large, plus about a tenth; it does not shrink, its pages are used again.
         synchronous: what an acknowledged append survives.
+        read_only: take the log as it is, its P too, and change nothing: no file is made, nothing is deleted by
+            retention, and writers, commits and table rows are refused. For tools.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -63,6 +67,7 @@ class LocalLogOptions:
     retention_seconds: float | None = 3600.0
     retention_bytes: int | None = 1 << 30
     synchronous: Synchronous = Synchronous.NORMAL
+    read_only: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -95,6 +100,8 @@ class LocalLog:
         self._thread = ReadThread(self._paths)
         self._bell = Bell(self._paths.bell)
         self._scribe: Scribe | None = None
+        self._submitter: Submitter | None = None
+        self._partitions = self._options.partitions
         self._identity = ""
         self._writers: list[LocalWriter] = []
         self._readers: list[LocalReader] = []
@@ -102,7 +109,7 @@ class LocalLog:
     @property
     def partitions(self) -> int:
         """P, which never changes."""
-        return self._options.partitions
+        return self._partitions
 
     @property
     def where(self) -> str:
@@ -111,13 +118,17 @@ class LocalLog:
 
     async def open(self) -> Sequence[str]:
         """Make the log if there is none, check it, and start the writing thread; see Log.open."""
-        if self._scribe is not None:
+        if self._submitter is not None:
             return ()
-        self._identity = await asyncio.to_thread(_made, self._paths, self.partitions)
-        synchronous = self._options.synchronous
-        scribe = Scribe(self._paths, self._identity, retention=self._retention, synchronous=synchronous)
-        scribe.start()
-        self._scribe = scribe
+        if self._options.read_only:
+            self._identity, self._partitions = await asyncio.to_thread(_found, self._paths)
+            self._submitter = ReadOnly()
+        else:
+            self._identity = await asyncio.to_thread(_made, self._paths, self.partitions)
+            synchronous = self._options.synchronous
+            scribe = Scribe(self._paths, self._identity, retention=self._retention, synchronous=synchronous)
+            scribe.start()
+            self._submitter = self._scribe = scribe
         if self._bell.open():
             return ()
         return (f"inotify does not work here, so readers look every {TICK_SECONDS} s instead of at once",)
@@ -135,9 +146,16 @@ class LocalLog:
         return await self._thread.run(lambda database: rows.bounds(database.connection, partition))
 
     async def writer(self) -> LogWriter:
-        """A writer; all writers of this log share one thread and one order."""
+        """A writer; all writers of this log share one thread and one order.
+
+        Raises:
+            LocalProtocolError: the log was opened to read only.
+        """
+        if self._scribe is None:
+            self._writing()
+            raise LocalProtocolError(problem="this log was opened to read only")
         writer = LocalWriter(
-            self._opened(),
+            self._scribe,
             where=self.where,
             partitions=self.partitions,
             record_bytes_max=self._options.record_bytes_max,
@@ -148,13 +166,13 @@ class LocalLog:
     async def reader(self, *, group: str | None = None) -> LogReader:
         """A reader, with a thread of its own."""
         thread = ReadThread(self._paths)
-        reader = LocalReader(thread, self._bell, self._opened(), identity=self._identity, group=group)
+        reader = LocalReader(thread, self._bell, self._writing(), identity=self._identity, group=group)
         self._readers.append(reader)
         return reader
 
     async def table(self, name: str) -> Table:
         """A compacted table; it exists from its first row on."""
-        return LocalTable(name, self._opened(), self._thread)
+        return LocalTable(name, self._writing(), self._thread)
 
     async def close(self) -> None:
         """Close everything that was handed out; pending appends get CLOSE_SECONDS to become durable."""
@@ -162,6 +180,7 @@ class LocalLog:
             await reader.close()
         if self._scribe is not None:
             await self._scribe.close(seconds=CLOSE_SECONDS)
+        if self._submitter is not None:
             self._bell.close()
         await self._thread.close()
 
@@ -183,7 +202,7 @@ class LocalLog:
 
     async def delete_records(self, partition: Partition, *, before: Offset) -> Offset:
         """Delete a partition's messages below an offset, as Kafka's DeleteRecords. Returns: the new log start."""
-        done = await self._opened().submit(
+        done = await self._writing().submit(
             lambda transaction: transaction.delete_before(partition, before), size=0
         )
         start: Offset = await done
@@ -191,11 +210,11 @@ class LocalLog:
 
     async def trim(self) -> None:
         """Apply retention now, in bounded steps. Whoever has the log open does so every second by itself."""
-        scribe, retention = self._opened(), self._retention
+        submitter, retention = self._writing(), self._retention
         for partition in range(self.partitions):
             more = True
             while more:
-                done = await scribe.submit(
+                done = await submitter.submit(
                     partial(rows.Transaction.trim, partition=partition, retention=retention), size=0
                 )
                 more = await done
@@ -204,10 +223,23 @@ class LocalLog:
         """The process that is in a write transaction now; None: nobody, or one that cannot be seen from here."""
         return holder(self._paths.lock)
 
-    def _opened(self) -> Scribe:
-        if self._scribe is None:
+    def _writing(self) -> Submitter:
+        if self._submitter is None:
             raise LogUnavailable(where=self.where, problem="this log was not opened")
-        return self._scribe
+        return self._submitter
+
+
+def _found(paths: Paths) -> tuple[str, int]:
+    """Check a log that must be there already. Returns: its identity and P."""
+    try:
+        if not paths.database.exists():
+            problem = "there is no log here: no daemon has made one yet, or log.url names another place"
+            raise LogUnavailable(where=paths.url, problem=problem)
+        database = open_database(paths)
+    except OSError as error:  # the directory may belong to another user
+        raise LogUnavailable(where=paths.url, problem=error.strerror or str(error)) from error
+    database.connection.close()
+    return database.identity, database.partitions
 
 
 def _made(paths: Paths, partitions: int) -> str:

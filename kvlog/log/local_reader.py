@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kvlog.log.base import LogMessage
     from kvlog.log.local_bell import Bell
     from kvlog.log.local_rows import Fetched
-    from kvlog.log.local_scribe import Scribe
     from kvlog.log.local_store import Paths
+    from kvlog.log.local_submit import Submitter
 
 __all__ = ["LocalReader", "ReadThread"]
 
@@ -89,7 +89,7 @@ class LocalReader:
     """
 
     def __init__(
-        self, thread: ReadThread, bell: Bell, scribe: Scribe, *, identity: str, group: str | None
+        self, thread: ReadThread, bell: Bell, scribe: Submitter, *, identity: str, group: str | None
     ) -> None:
         self._thread = thread
         self._bell = bell

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from kvlog.log.base import TableRow
     from kvlog.log.local_reader import ReadThread
-    from kvlog.log.local_scribe import Scribe
     from kvlog.log.local_store import Database
+    from kvlog.log.local_submit import Submitter
 
 __all__ = ["LocalTable"]
 
@@ -20,7 +20,7 @@ __all__ = ["LocalTable"]
 class LocalTable:
     """Implements kvlog.log.base.Table; made by LocalLog.table. In a recreated log it starts from the beginning."""
 
-    def __init__(self, name: str, scribe: Scribe, thread: ReadThread) -> None:
+    def __init__(self, name: str, scribe: Submitter, thread: ReadThread) -> None:
         self._name = name
         self._scribe = scribe
         self._thread = thread

@@ -1,7 +1,8 @@
-"""The settings that say where a log is and what it should be like; shared by kvlogd and the tools. And the log they name."""
+"""The settings that say where a log is and what it should be like, for kvlogd and the tools; and the log they name."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -93,12 +94,13 @@ class LogSettings(BaseModel):
         return value
 
 
-def make_log(settings: LogSettings, *, client_id: str | None = None) -> Log:
+def make_log(settings: LogSettings, *, client_id: str | None = None, read_only: bool = False) -> Log:
     """The log that the settings name; nothing is opened yet.
 
     Args:
         settings: checked.
         client_id: how a Kafka broker sees us; None: as set.
+        read_only: for tools: the log must be there, its P is taken as it is, nothing of it is changed.
 
     Raises:
         ConfigError: the Kafka client is not installed.
@@ -112,10 +114,12 @@ def make_log(settings: LogSettings, *, client_id: str | None = None) -> Log:
                 record_bytes_max=settings.max_record_bytes,
                 retention_seconds=settings.retention_seconds,
                 retention_bytes=settings.retention_bytes,
+                read_only=read_only,
             ),
         )
     assert place.bootstrap is not None, "a place is a directory or a cluster"
-    return kafka_log(_kafka_options(settings, place.bootstrap, client_id or settings.kafka.client_id))
+    options = _kafka_options(settings, place.bootstrap, client_id or settings.kafka.client_id)
+    return kafka_log(replace(options, read_only=read_only))
 
 
 def _kafka_options(settings: LogSettings, bootstrap: str, client_id: str) -> KafkaOptions:
