@@ -40,7 +40,7 @@ LAYERS: dict[str, Layer] = {
     "link": Layer(("first row", "buffers"), frozenset({"msgpack"})),
     "engines": Layer(
         ("first row", "wire", "buffers", "link"),
-        WEB | {"numpy", "torch", "transformers", "gguf", "accelerate", "safetensors", "vllm"},
+        WEB | {"numpy", "torch", "transformers", "gguf", "accelerate", "jinja2", "safetensors", "vllm"},
     ),
     "daemon": Layer(("first row", "wire", "core", "log", "buffers", "link"), any_package=True),
     "consumers": Layer(("first row", "wire", "core", "log", "buffers", "link"), any_package=True),
@@ -53,6 +53,7 @@ OWNED: dict[str, tuple[str, ...]] = {
     "transformers": TRANSFORMERS,
     "gguf": TRANSFORMERS,
     "accelerate": TRANSFORMERS,
+    "jinja2": TRANSFORMERS,
     "safetensors": TRANSFORMERS,
     "vllm": ("kvlog.engines.vllm*",),
 }
