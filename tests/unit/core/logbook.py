@@ -34,6 +34,9 @@ from kvlog.wire.header import header_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvlog.core.effects import ReadEffect
+    from kvlog.core.standby import StandbyCore
+
 __all__ = [
     "CONTEXT",
     "IDENTITY",
@@ -48,6 +51,7 @@ __all__ = [
     "delta",
     "end",
     "payload_of",
+    "read_to",
     "seal",
     "sixteen",
     "snapshot",
@@ -57,6 +61,8 @@ __all__ = [
 
 PARTITION = Partition(0)
 NO_PAYLOAD = memoryview(b"")
+FEEDS_MAX = 1000
+"""More than any test feeds: a reader that asks for ever to read again is an error, not a hang."""
 
 
 def sixteen(name: str) -> bytes:
@@ -208,3 +214,14 @@ class Logbook:
         """Append the owner's End."""
         state = self.state(session)
         return self.append(seal(state, end(state)))
+
+
+def read_to(core: StandbyCore, book: Logbook, *, until: int | None = None) -> list[ReadEffect]:
+    """Feeds a reader from where it stands to the end (or `until`), over again where it asks for that."""
+    effects: list[ReadEffect] = []
+    end_at = book.high_watermark if until is None else until
+    for _ in range(FEEDS_MAX):
+        if core.position >= end_at:
+            return effects
+        effects += core.read(core.position, book.entries[core.position])
+    raise AssertionError("the reader reads again for ever")
