@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvlog.log.base import LogReader, LogWriter, PartitionBounds, Table
     from kvlog.log.local_submit import Submitter
 
-__all__ = ["Holder", "LocalLog", "LocalLogOptions", "Synchronous"]
+__all__ = ["Holder", "LocalLog", "LocalLogOptions", "Synchronous", "write_lock_holder"]
 
 RECORD_BYTES_CEILING = 512 << 20
 """SQLite takes 10⁹ bytes in one row."""
@@ -187,12 +187,12 @@ class LocalLog:
     # ------------------------------------------------------------------------------------------ for tools and tests
 
     async def committed(self, group: str) -> Mapping[Partition, Offset]:
-        """The offsets that a group's readers have committed."""
-        return await self._thread.run(lambda database: rows.committed(database.connection, group))
+        """The offsets that a group's readers have committed; empty for a group that never did."""
+        return (await self.groups()).get(group, {})
 
-    async def groups(self) -> Sequence[str]:
-        """The groups that have committed offsets."""
-        return await self._thread.run(lambda database: rows.groups(database.connection))
+    async def groups(self) -> Mapping[str, Mapping[Partition, Offset]]:
+        """The committed offsets of all groups."""
+        return await self._thread.run(lambda database: rows.committed(database.connection))
 
     async def bytes_between(self, partition: Partition, *, first: Offset, end: Offset) -> int:
         """Key and value bytes of the messages in [first, end) that are still there: lag in bytes, by two look-ups."""
@@ -219,10 +219,6 @@ class LocalLog:
                 )
                 more = await done
 
-    def write_lock_holder(self) -> Holder | None:
-        """The process that is in a write transaction now; None: nobody, or one that cannot be seen from here."""
-        return holder(self._paths.lock)
-
     def _writing(self) -> Submitter:
         if self._submitter is None:
             raise LogUnavailable(where=self.where, problem="this log was not opened")
@@ -240,6 +236,11 @@ def _found(paths: Paths) -> tuple[str, int]:
         raise LogUnavailable(where=paths.url, problem=error.strerror or str(error)) from error
     database.connection.close()
     return database.identity, database.partitions
+
+
+def write_lock_holder(directory: Path) -> Holder | None:
+    """The process that is writing to a local log right now; None: nobody, or one that cannot be seen from here."""
+    return holder(Paths(directory).lock)
 
 
 def _made(paths: Paths, partitions: int) -> str:

@@ -97,6 +97,7 @@ class Bell:
             os.read(self._inotify, _EVENTS_BYTES)
         except BlockingIOError:
             return
+        self._watch()  # this may have been the old file's last word; for the same file it changes nothing
         self._wake()
 
     def _wake(self) -> None:

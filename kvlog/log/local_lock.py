@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvlog.errors import LogUnavailable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -59,13 +61,14 @@ class WriteLock:
         """Hold the lock.
 
         Raises:
-            TimeoutError: another process held it for so long; it is named.
+            LogUnavailable: another process, which is named, held it for so long; try again.
         """
         deadline = time.monotonic() + seconds
         while not self._taken():
             if time.monotonic() >= deadline:
                 who = holder(self._path) or "another process"
-                raise TimeoutError(f"{who} has held {self._path.name} for {seconds:.1f} s")
+                problem = f"{who} has held {self._path.name} for {seconds:.1f} s"
+                raise LogUnavailable(where=self._path.parent.absolute().as_uri(), problem=problem)
             time.sleep(_RETRY_SECONDS)
         try:
             yield

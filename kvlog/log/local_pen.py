@@ -71,13 +71,10 @@ class Pen:
             OutcomeUnknown: it is another log than before; from the next time on, that one is used.
         """
         database, lock, _ = self._picked_up()
-        try:
-            with lock.held(seconds=LOCK_SECONDS):
-                if not database.is_current():
-                    raise self._unavailable("the log is gone: its directory was removed or replaced")
-                yield database
-        except TimeoutError as error:
-            raise self._unavailable(str(error)) from None
+        with lock.held(seconds=LOCK_SECONDS):
+            if not database.is_current():
+                raise self._unavailable("the log is gone: its directory was removed or replaced")
+            yield database
 
     def transact(self, database: Database, work: Callable[[Transaction], _T]) -> _T:
         """Run `work` in one transaction, commit it, and ring the bell. Within `locked`.

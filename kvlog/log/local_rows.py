@@ -38,7 +38,6 @@ __all__ = [
     "changes",
     "committed",
     "fetch",
-    "groups",
     "has_old_tombstones",
     "keep_from",
 ]
@@ -309,17 +308,14 @@ def _problem(partition: Partition, wanted: Offset, found: PartitionBounds) -> Kv
     return None
 
 
-def committed(connection: sqlite3.Connection, group: str) -> Mapping[Partition, Offset]:
-    """The offsets that a group has committed."""
-    rows = connection.execute(
-        "SELECT partition, offset FROM offsets WHERE name = ? ORDER BY partition", (group,)
-    )
-    return {Partition(partition): Offset(offset) for partition, offset in rows}
-
-
-def groups(connection: sqlite3.Connection) -> Sequence[str]:
-    """The groups that have committed anything."""
-    return [row[0] for row in connection.execute("SELECT DISTINCT name FROM offsets ORDER BY name")]
+def committed(connection: sqlite3.Connection) -> Mapping[str, Mapping[Partition, Offset]]:
+    """The committed offsets of each group."""
+    found: dict[str, dict[Partition, Offset]] = {}
+    for name, partition, offset in connection.execute(
+        "SELECT name, partition, offset FROM offsets ORDER BY 1, 2"
+    ):
+        found.setdefault(name, {})[Partition(partition)] = Offset(offset)
+    return found
 
 
 def changes(connection: sqlite3.Connection, name: str, *, after: int) -> tuple[Sequence[TableRow], int]:

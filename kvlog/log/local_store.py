@@ -169,8 +169,6 @@ def create(paths: Paths, *, partitions: int, vfs: str = "unix") -> None:
             paths.bell.touch()
             if not paths.database.exists():
                 _make(paths, partitions, vfs)
-    except TimeoutError as error:
-        raise LogUnavailable(where=paths.url, problem=str(error)) from None
     except sqlite3.Error as error:
         if is_full(error):
             raise unavailable(paths, error) from error

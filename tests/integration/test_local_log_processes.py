@@ -7,11 +7,12 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import statistics
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,10 @@ from kvlog.errors import LogUnavailable
 from kvlog.ids import Offset, Partition
 from kvlog.log import local_pen
 from kvlog.log.base import AppendRequest
-from kvlog.log.local import LocalLog, LocalLogOptions
+from kvlog.log.local import LocalLog, LocalLogOptions, write_lock_holder
 from kvlog.log.local_bell import TICK_SECONDS
 from kvlog.log.local_lock import Holder
+from kvlog.log.local_store import Paths
 from tests.integration.local_log_child import PARTITIONS
 
 if TYPE_CHECKING:
@@ -87,13 +89,14 @@ def request(value: bytes) -> AppendRequest:
 
 
 async def test_writers_killed_lose_nothing_acknowledged(tmp_path: Path) -> None:
-    """After SIGKILL of two writers in the middle of their appends, round after round on one log, every acknowledged
-    message is there, at its offset, in its writer's order, without a hole; and the log can be written again.
-    """
-    acknowledged: dict[tuple[int, int], str] = {}
+    """After SIGKILL of two writers, again and again, every acknowledged message is there, in order, without a hole."""
+    acknowledged: dict[tuple[Partition, Offset], str] = {}
     for round_ in range(3):
         names = [f"{who}{round_}" for who in "ab"]
-        with child("append", tmp_path, f"{names[0]}:2000") as a, child("append", tmp_path, f"{names[1]}:60000") as b:
+        with (
+            child("append", tmp_path, f"{names[0]}:2000") as a,
+            child("append", tmp_path, f"{names[1]}:60000") as b,
+        ):
             for process in (a, b):
                 line(process)
             await asyncio.sleep(0.3 + 0.1 * round_)
@@ -101,7 +104,7 @@ async def test_writers_killed_lose_nothing_acknowledged(tmp_path: Path) -> None:
                 process.send_signal(signal.SIGKILL)
             for name, process in zip(names, (a, b), strict=True):
                 for partition, offset, number in (text.split() for text in rest(process)):
-                    acknowledged[int(partition), int(offset)] = f"{name} {number}"
+                    acknowledged[Partition(int(partition)), Offset(int(offset))] = f"{name} {number}"
         log = await opened(tmp_path)
         messages = await everything(log)
         _check_whole(messages, acknowledged)
@@ -109,12 +112,14 @@ async def test_writers_killed_lose_nothing_acknowledged(tmp_path: Path) -> None:
         assert end == await (await (await log.writer()).append(request(b"again 0 ")))
         await log.close()
     assert len(acknowledged) > 100
+    with closing(sqlite3.connect(Paths(tmp_path).database)) as database:
+        assert "ok" == database.execute("PRAGMA integrity_check").fetchone()[0]
 
 
-def _check_whole(messages: list[LogMessage], acknowledged: dict[tuple[int, int], str]) -> None:
+def _check_whole(messages: list[LogMessage], acknowledged: dict[tuple[Partition, Offset], str]) -> None:
     found = {(m.partition, m.offset): bytes(m.value).split(b" .")[0].decode().strip() for m in messages}
     assert acknowledged == {place: found.get(place) for place in acknowledged}
-    for partition in range(PARTITIONS):
+    for partition in map(Partition, range(PARTITIONS)):
         mine = [m for m in messages if m.partition == partition]
         assert list(range(len(mine))) == [m.offset for m in mine]
         assert sorted(m.timestamp_ms for m in mine) == [m.timestamp_ms for m in mine]
@@ -159,7 +164,9 @@ async def test_reader_in_another_process_wakes_within_milliseconds(tmp_path: Pat
         milliseconds = sorted(int(text) / 1e6 for text in rest(reader))
     await log.close()
     assert count == len(milliseconds)
-    print(f"tail latency ms: p50 {statistics.median(milliseconds):.2f} p99 {milliseconds[int(count * 0.99)]:.2f}")
+    print(
+        f"tail latency ms: p50 {statistics.median(milliseconds):.2f} p99 {milliseconds[int(count * 0.99)]:.2f}"
+    )
     # About 1.5 ms on an idle machine; what is ruled out here, on a busy one, is waiting for the timer.
     assert statistics.median(milliseconds) < TICK_SECONDS * 1000 / 10
 
@@ -167,7 +174,7 @@ async def test_reader_in_another_process_wakes_within_milliseconds(tmp_path: Pat
 async def test_lock_of_stopped_process_is_an_outage_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a stopped lock holder appends wait, new ones are refused with its pid, and all is well when it has gone."""
+    """Behind a stopped lock holder appends wait, new ones are refused with its pid; all is well when it has gone."""
     monkeypatch.setattr(local_pen, "LOCK_SECONDS", 0.2)
     log = await opened(tmp_path)
     writer = await log.writer()
@@ -177,7 +184,7 @@ async def test_lock_of_stopped_process_is_an_outage_that_names_it(
         process.send_signal(signal.SIGSTOP)
         waiting = await writer.append(request(b"waiting"))
         refused = await _refused(writer)
-        assert Holder(process.pid, stopped=True) == log.write_lock_holder()
+        assert Holder(process.pid, stopped=True) == write_lock_holder(tmp_path)
         assert f"process {process.pid}, which is stopped" in str(refused.fields["problem"])
         assert not waiting.done()
         assert [b"before"] == [bytes(message.value) for message in await everything(log)]
@@ -215,11 +222,18 @@ def test_disk_full_refuses_new_appends_and_keeps_the_pending(tmp_path: Path) -> 
     """On a full disk appends are refused with what to do, pending ones wait, and all are durable when there is room."""
     unshare = shutil.which("unshare")
     in_namespace = [unshare or "unshare", "--map-root-user", "--user", "--mount"]
-    if unshare is None or subprocess.run([*in_namespace, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("a small filesystem of our own needs unprivileged user namespaces, which are not allowed here")
+    if (
+        unshare is None
+        or subprocess.run([*in_namespace, "true"], check=False, capture_output=True).returncode
+    ):
+        pytest.skip(
+            "a small filesystem of our own needs unprivileged user namespaces, which are not allowed here"
+        )
     disk = tmp_path / "disk"
     disk.mkdir()
-    script = 'mount -t tmpfs -o size=32m none "$1" && exec "$2" -m tests.integration.local_log_child fill "$1/log"'
+    script = (
+        'mount -t tmpfs -o size=32m none "$1" && exec "$2" -m tests.integration.local_log_child fill "$1/log"'
+    )
     done = subprocess.run(
         [*in_namespace, "sh", "-c", script, "sh", str(disk), sys.executable],
         cwd=REPOSITORY,
