@@ -28,6 +28,7 @@ class Limits:
         reread_attempts: how often a record that breaks a session is read again before that is believed.
         reread_records: how far back a re-read goes at most, in offsets; a gap from further back breaks it.
         claim_attempts: how often one take-over claims before it gives up as fenced.
+        claim_ns: how long a take-over that nobody waits for any more is kept; its claim may be lost without a word.
         takeovers_in_flight: claims that one node has on their way; paces the claims after an outage.
         decoded_bytes: the most that one payload may decompress to, whatever it says of itself.
         control_message_bytes: one message on the unix socket; a turn's token ids are the largest part.
@@ -44,6 +45,7 @@ class Limits:
     reread_attempts: int = 2
     reread_records: int = 10_000
     claim_attempts: int = 4
+    claim_ns: int = 60_000_000_000
     takeovers_in_flight: int = 64
     decoded_bytes: int = 64 * MIB
     control_message_bytes: int = 8 * MIB
@@ -71,6 +73,7 @@ TINY = Limits(
     reread_attempts=1,
     reread_records=8,
     claim_attempts=2,
+    claim_ns=100_000_000,
     takeovers_in_flight=2,
     decoded_bytes=4096,
     control_message_bytes=4096,

@@ -13,7 +13,6 @@ at all if another writer has claimed since.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from kvlog.core.effects import (
@@ -22,6 +21,7 @@ from kvlog.core.effects import (
     RecordRefused,
     SessionBroken,
     SessionClaimed,
+    SessionEnded,
     TurnEnded,
     TurnEndReason,
     TurnFenced,
@@ -45,40 +45,25 @@ from kvlog.core.inputs import (
     WatermarkRead,
     WithdrawRequest,
 )
+from kvlog.core.myself import Myself
 from kvlog.core.primary import PrimaryCore, Tenure
+from kvlog.core.session import Standing
 from kvlog.core.standby import StandbyCore
 from kvlog.core.takeover import Claimant, Phase, TakeOver
 from kvlog.ids import Turn
 from kvlog.records import Claim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from kvlog.core.effects import Effect, ReadEffect
     from kvlog.core.inputs import Input
     from kvlog.core.session import SessionState
-    from kvlog.ids import Epoch, NodeId, Partition, SessionId, Writer
+    from kvlog.ids import Epoch, Partition, SessionId
     from kvlog.limits import Limits
     from kvlog.records import EndReason, Record
 
 __all__ = ["Myself", "NodeCore"]
-
-
-@dataclass(frozen=True, slots=True)
-class Myself:
-    """Who this daemon is, and how it maps sessions to partitions and records to header bytes.
-
-    Args:
-        node: its name, set by the operator.
-        writer: 16 bytes drawn anew at every start.
-        partition_of: the session's partition; the same function on every node.
-        header_bytes: kvlog.wire's encoder of headers.
-    """
-
-    node: NodeId
-    writer: Writer
-    partition_of: Callable[[SessionId], Partition]
-    header_bytes: Callable[[Record], bytes]
 
 
 class NodeCore:
@@ -92,6 +77,7 @@ class NodeCore:
         "_primaries",
         "_self",
         "_sessions",
+        "_stopping",
         "_takeovers",
         "_turns",
         "_waiting",
@@ -102,6 +88,7 @@ class NodeCore:
         self._self = myself
         self._limits = limits
         self._turns = first_turn
+        self._stopping = False
         self._partitions: dict[Partition, StandbyCore] = {}
         self._primaries: dict[SessionId, PrimaryCore] = {}
         self._takeovers: dict[SessionId, TakeOver] = {}
@@ -162,7 +149,7 @@ class NodeCore:
                 self._note(happened)
                 return ()
             case UnreadableRead() | HoleRead() | LogReplacedRead():
-                effects = self._react(self._disturbed(happened), None)
+                effects = self._react(self._disturbed(happened), None) + self._claims_unseen(happened)
                 return effects + self._caught_up(happened.partition) if self._catching_up else effects
             case _:
                 assert_never(happened)
@@ -176,6 +163,9 @@ class NodeCore:
         late = [asked for asked in self._waiting.values() if asked.deadline_ns <= now_ns]
         for asked in late:
             del self._waiting[asked.session]
+        overdue = [s for s, t in self._takeovers.items() if t.is_overdue(now_ns) and s not in self._waiting]
+        for session in overdue:
+            self._give_up_claim(session)
         return tuple(
             TurnUnlogged(asked.request, asked.session, UnloggedReason.CLAIM_TIMEOUT) for asked in late
         )
@@ -215,17 +205,35 @@ class NodeCore:
             case _:
                 assert_never(happened)
 
+    def _claims_unseen(self, happened: UnreadableRead | HoleRead | LogReplacedRead) -> tuple[Effect, ...]:
+        """A claim of ours may have stood where nothing could be read: it would be waited for in vain."""
+        if isinstance(happened, UnreadableRead):
+            if self._partitions[happened.partition].position <= happened.offset:
+                return ()  # it is being read again
+            sessions = [s for s in self._takeovers if happened.key in (None, s)]
+        else:
+            sessions = list(self._takeovers)
+        return tuple(
+            effect
+            for session in sessions
+            if self._self.partition_of(session) == happened.partition
+            and self._takeovers[session].phase is Phase.CLAIMED
+            for effect in self._settled(session, self._takeovers[session], self._takeovers[session].failed())
+        )
+
     def _open_turn(self, asked: OpenTurn) -> tuple[Effect, ...]:
         session = asked.session
+        if self._stopping:
+            return (TurnUnlogged(asked.request, session, UnloggedReason.STOPPING),)
         primary = self._primaries.get(session)
         if session in self._waiting or (primary is not None and primary.turn is not None):
             return (TurnUnlogged(asked.request, session, UnloggedReason.BUSY),)
         if len(asked.tokens) > self._limits.session_tokens:
             return (TurnUnlogged(asked.request, session, UnloggedReason.TOO_LONG),)
-        if primary is not None and self._may_begin(primary, asked):
-            return (self._begin(primary, asked),)
         if (newer := self._newer_owner(asked)) is not None:
             return (TurnUnlogged(asked.request, session, UnloggedReason.FENCED, newer),)
+        if primary is not None and self._may_begin(primary, asked):
+            return (self._begin(primary, asked),)
         if session not in self._takeovers and len(self._takeovers) >= self._limits.takeovers_in_flight:
             return (TurnUnlogged(asked.request, session, UnloggedReason.OVERLOADED),)
         self._waiting[session] = asked
@@ -249,8 +257,12 @@ class NodeCore:
         return primary.rows(rows)
 
     def _end_session(self, happened: EndSession) -> tuple[Effect, ...]:
-        primary = self._primaries.get(happened.session)
-        if primary is None or primary.ended:
+        primary, state = self._primaries.get(happened.session), self._state(happened.session)
+        if (primary is not None and primary.ended) or (
+            state is not None and state.standing is Standing.ENDED
+        ):
+            return ()
+        if primary is None:
             self._ending[happened.session] = happened.reason
             taken = happened.session in self._takeovers
             return () if taken else self._take_over(happened.session, happened.claimant)
@@ -265,6 +277,7 @@ class NodeCore:
         if partition not in self._partitions:
             self._note(Follow(partition, happened.high_watermark))
             followed = (FollowPartition(partition, happened.high_watermark),)
+        self._hold_or_not(happened.session)
         asked = self._waiting.get(happened.session)
         if (
             asked is not None
@@ -290,13 +303,13 @@ class NodeCore:
             if takeover is None:
                 continue
             newer = self._newer_owner(asked) if asked else None
-            if asked is not None and newer is None:
-                out.extend(takeover.watermark_read(happened.high_watermark, happened.nonce))
-                continue
-            del self._takeovers[happened.session]
-            if asked is not None:
+            if asked is not None and newer is not None:
                 del self._waiting[happened.session]
                 out.append(TurnUnlogged(asked.request, happened.session, UnloggedReason.FENCED, newer))
+            if happened.session in self._waiting or happened.session in self._ending:
+                out.extend(takeover.watermark_read(happened.high_watermark, happened.nonce))
+            else:
+                self._give_up_claim(happened.session)
         return tuple(out)
 
     def _append_failed(self, record: Record) -> tuple[Effect, ...]:
@@ -312,6 +325,7 @@ class NodeCore:
         return self._lose(primary, Tenure.LOST, TurnEndReason.OUTCOME_UNKNOWN)
 
     def _stop(self) -> tuple[Effect, ...]:
+        self._stopping = True
         waiting = tuple(
             TurnUnlogged(a.request, a.session, UnloggedReason.STOPPING) for a in self._waiting.values()
         )
@@ -324,6 +338,12 @@ class NodeCore:
     def _state(self, session: SessionId) -> SessionState | None:
         core = self._partitions.get(self._self.partition_of(session))
         return core.session(session) if core else None
+
+    def _hold_or_not(self, session: SessionId) -> None:
+        """A session's state is kept while it is owned, or being claimed: a claim that is read back must find it."""
+        if (core := self._partitions.get(self._self.partition_of(session))) is not None:
+            is_ours = session in self._primaries or session in self._takeovers
+            (core.hold if is_ours else core.unhold)(session)
 
     def _may_begin(self, primary: PrimaryCore, asked: OpenTurn) -> bool:
         """INV-SAME-WEIGHTS: other weights, or another layout, on the same node claim anew."""
@@ -360,6 +380,8 @@ class NodeCore:
                     out.extend(self._lost_here(effect.session, Tenure.DROPPED, TurnEndReason.DROPPED))
                 case RecordRefused(record=Claim() as claim):
                     out.extend(self._claim_refused(claim))
+                case SessionEnded():
+                    self._ended(effect.session)
                 case _:
                     pass
         if session is not None and (primary := self._primaries.get(session)) is not None:
@@ -367,12 +389,19 @@ class NodeCore:
             out.extend(primary.folded(state) if state else ())
         return tuple(out)
 
+    def _ended(self, session: SessionId) -> None:
+        """Only a new claim can write it again: there is nothing left to own."""
+        primary = self._primaries.get(session)
+        if primary is not None and primary.ended:
+            self._forget(primary, Tenure.ENDED)
+
     def _newer_owner(self, asked: OpenTurn) -> Epoch | None:
         """The epoch by which a request that goes on has been fenced, as far as was read."""
         state = self._state(asked.session) if asked.continues else None
-        if state is None or state.writer == self._self.writer or state.epoch <= asked.continues:
+        if state is None:
             return None
-        return state.epoch
+        rival = state.rival_epoch if state.writer == self._self.writer else state.epoch
+        return rival if rival > asked.continues else None
 
     def _claimed(self, effect: SessionClaimed) -> tuple[Effect, ...]:
         claim = effect.claim
@@ -400,15 +429,10 @@ class NodeCore:
             partition, state, own=claim, header_bytes=self._self.header_bytes, limits=self._limits
         )
         self._primaries[session] = primary
-        self._partitions[partition].hold(session)
         reason = self._ending.pop(session, None)
         asked = self._waiting.pop(session, None)
-        if reason is not None:
-            ended = self._end(primary, reason)
-            return ended + (self._open_turn(asked) if asked else ())
-        if asked is None:
-            return ()
-        return (self._begin(primary, asked),) if self._may_begin(primary, asked) else self._open_turn(asked)
+        ended = self._end(primary, reason) if reason is not None else ()
+        return ended + (self._open_turn(asked) if asked else ())
 
     def _claim_refused(self, claim: Claim) -> tuple[Effect, ...]:
         takeover = self._takeovers.get(claim.session)
@@ -423,14 +447,18 @@ class NodeCore:
         """After a step of a take-over: if it has given up, answer who waits for it."""
         if takeover is None or takeover.phase not in (Phase.FENCED, Phase.UNAVAILABLE):
             return effects
-        del self._takeovers[session]
-        self._ending.pop(session, None)
+        self._give_up_claim(session)
         asked = self._waiting.pop(session, None)
         if asked is None:
             return effects
         fenced = takeover.phase is Phase.FENCED
         reason = UnloggedReason.FENCED if fenced else UnloggedReason.LOG_UNAVAILABLE
         return (*effects, TurnUnlogged(asked.request, session, reason, takeover.newer_epoch))
+
+    def _give_up_claim(self, session: SessionId) -> None:
+        del self._takeovers[session]
+        self._ending.pop(session, None)
+        self._hold_or_not(session)
 
     def _lost_here(self, session: SessionId, tenure: Tenure, reason: TurnEndReason) -> tuple[Effect, ...]:
         primary = self._primaries.get(session)
@@ -447,9 +475,7 @@ class NodeCore:
     def _forget(self, primary: PrimaryCore, tenure: Tenure) -> Turn | None:
         turn = primary.lose(tenure)
         del self._primaries[primary.session]
-        partition = self._partitions.get(self._self.partition_of(primary.session))
-        if partition is not None:
-            partition.unhold(primary.session)
+        self._hold_or_not(primary.session)
         if turn is not None:
             self._sessions.pop(turn, None)
         return turn

@@ -7,7 +7,8 @@ reader will judge it.
     OWNED ──(newer claim folded)──▶ FENCED      end the request, do not claim back for it
       ├────(append's outcome unknown)──▶ LOST    never write under this epoch again; claim anew
       ├────(own record Gap or Diverged)─▶ REFUSED  claim anew and rewrite
-      └────(fold state dropped)────────▶ DROPPED   claim anew
+      ├────(fold state dropped)────────▶ DROPPED   claim anew
+      └────(own End folded)────────────▶ ENDED     nothing is left to own
 
 INV-READBACK: it can only be made from a folded state whose claim is its own.
 INV-PROJECT: a turn's first position is taken from the projection, never from the lagging fold.
@@ -46,6 +47,7 @@ class Tenure(StrEnum):
     LOST = "lost"
     REFUSED = "refused"
     DROPPED = "dropped"
+    ENDED = "ended"
 
 
 @dataclass(slots=True)

@@ -134,6 +134,7 @@ class SessionState:
         next_seq: the seq that the owner's next record must have.
         chain: the running checksum; None while no history is known.
         shards: one state a shard; empty while UNROOTED.
+        rival_epoch: the newest epoch, before the owner's own, that another writer had claimed; 0 if none is known.
         healable: in BROKEN: the current claim is newer than the break, and nothing of it has been refused yet.
         last_offset: the offset of the newest admitted record.
     """
@@ -146,6 +147,7 @@ class SessionState:
     next_seq: Seq = FIRST_SEQ
     chain: int | None = None
     shards: list[ShardState] = field(default_factory=list)
+    rival_epoch: Epoch = NO_EPOCH
     healable: bool = False
     last_offset: Offset = FIRST_OFFSET
 
@@ -200,6 +202,7 @@ class SessionState:
             next_seq=self.next_seq,
             chain=self.chain,
             shards=[ShardState(s.tokens[:], s.runs[:]) for s in self.shards],
+            rival_epoch=self.rival_epoch,
             healable=self.healable,
             last_offset=self.last_offset,
         )
@@ -387,6 +390,8 @@ def _judge_chain(state: SessionState, entry: Entry) -> Judgement | None:
 
 
 def _fold_claim(state: SessionState, claim: Claim, header: bytes) -> None:
+    if claim.writer != state.writer:
+        state.rival_epoch = state.epoch
     state.claim = claim
     state.claim_chain = checksums.chain(checksums.CHAIN_START, header, 0)
     state.next_seq = FIRST_SEQ

@@ -62,6 +62,7 @@ class TakeOver:
         "_partition",
         "_phase",
         "_session",
+        "_since_ns",
         "newer_epoch",
     )
 
@@ -82,6 +83,7 @@ class TakeOver:
         self._phase = Phase.ASKING
         self._attempts = 0
         self._claim: Claim | None = None
+        self._since_ns: int | None = None
         self.newer_epoch: Epoch | None = None
 
     @property
@@ -151,6 +153,12 @@ class TakeOver:
             self._attempts += self._phase is Phase.ASKING
             return self._again(Phase.UNAVAILABLE)
         return ()
+
+    def is_overdue(self, now_ns: int) -> bool:
+        """Whether it has had its time, counted from the first call: its claim may be lost without a word."""
+        if self._since_ns is None:
+            self._since_ns = now_ns
+        return now_ns - self._since_ns >= self._limits.claim_ns
 
     def _again(self, otherwise: Phase) -> tuple[WriteEffect, ...]:
         if self._attempts >= self._limits.claim_attempts:
