@@ -81,7 +81,10 @@ class Service:
                 parts.telemetry.say(Event.DAEMON_READY, socket=str(parts.settings.link.socket))
                 await self._stop.wait()
                 await self._shut_down()
-                for task in (*served, opening, *self._log_tasks):
+                serving, *others = served
+                serving.cancel()  # first, so that engines' links end while those who look after them still run
+                await asyncio.wait([serving])
+                for task in (*others, opening, *self._log_tasks):
                     task.cancel()
         except* KvlogError as group:
             raise _first(group) from None

@@ -1,0 +1,194 @@
+"""Two real nodes over a local log: a conversation goes on where the other node's process has died, or was only slow."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.nodes import Answer, Node, ask, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "The cache is the conversation. " * 8
+TOKENS = 60
+CUT = 20
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
+    """Nodes a and b over one log."""
+    url = f"file://{tmp_path}/log"
+    started: list[Node] = []
+    try:
+        started.extend(Node.start(tmp_path, name, url) for name in "ab")
+        yield started[0], started[1]
+    finally:
+        for node in started:
+            node.close()
+
+
+def shared_memory() -> set[str]:
+    """The files in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def whole(node: Node, session: str, **body: object) -> Answer:
+    """A whole answer."""
+    answer = last(ask(node.url, prompt=PROMPT, max_tokens=TOKENS, session=session, **body))
+    assert answer.error is None
+    assert answer.done
+    return answer
+
+
+def last(stream: Iterator[Answer]) -> Answer:
+    """The answer at its end."""
+    *_, answer = stream
+    return answer
+
+
+def begin(node: Node, session: str, tokens: int = CUT, **body: object) -> Iterator[Answer]:
+    """An answer up to so many tokens; the stream stays open."""
+    stream = ask(node.url, prompt=PROMPT, max_tokens=TOKENS, session=session, **body)
+    while len(next(stream).tokens) < tokens:
+        pass
+    return stream
+
+
+def test_session_after_node_is_killed_goes_on_from_its_cache(nodes: tuple[Node, Node]) -> None:
+    """After kill -9 of engine and daemon the other node attaches what the log had and gives the same tokens."""
+    a, b = nodes
+    reference = whole(b, "reference")
+    stream = begin(a, "s")
+    shown = list(next(stream).tokens)
+    a.kill()
+    resumed = whole(b, "s", resume_token_ids=shown)
+    assert shown + resumed.tokens == reference.tokens
+    assert resumed.kvlog["logged"] is True
+    prompt_tokens = reference.kvlog["recomputed"]
+    assert resumed.kvlog["attached"] >= prompt_tokens
+    assert resumed.kvlog["attached"] + resumed.kvlog["recomputed"] == prompt_tokens + len(shown)
+
+
+def test_session_is_taken_over_again_and_again_without_loss(nodes: tuple[Node, Node]) -> None:
+    """A session that moves to and fro keeps every token, and the last node attaches what the others computed."""
+    a, b = nodes
+    reference = whole(b, "reference")
+    shown: list[int] = []
+    for turn, node in enumerate([a, b, a, b]):
+        stream = ask(node.url, prompt=PROMPT, max_tokens=TOKENS, session="s", resume_token_ids=shown)
+        answer = next(stream)
+        while len(answer.tokens) < 10:  # a piece of the answer
+            answer = next(stream)
+        stream.close()  # type: ignore[attr-defined]  # a generator
+        shown += answer.tokens
+        assert shown == reference.tokens[: len(shown)], f"after turn {turn}"
+    last = whole(a, "s", resume_token_ids=shown)
+    assert shown + last.tokens == reference.tokens
+    assert last.kvlog["recomputed"] <= 10  # what the closed stream had not logged yet
+
+
+def test_paused_node_finds_itself_fenced_and_stops(nodes: tuple[Node, Node]) -> None:
+    """A node that was only slow ends its request as fenced, and what it still wrote is stale for every reader."""
+    a, b = nodes
+    reference = whole(b, "reference")
+    answers: list[Answer] = []
+    at_cut = threading.Event()
+
+    def client() -> None:
+        for answer in ask(a.url, prompt=PROMPT, max_tokens=TOKENS, session="s"):
+            answers.append(answer)
+            if len(answer.tokens) >= CUT:
+                at_cut.set()
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    assert at_cut.wait(20)
+    a.signal(signal.SIGSTOP)
+    shown = list(answers[-1].tokens)
+    resumed = whole(b, "s", resume_token_ids=shown)
+    a.signal(signal.SIGCONT)
+    thread.join(30)
+    assert shown + resumed.tokens == reference.tokens
+    assert answers[-1].error is not None
+    assert answers[-1].error["type"] == "fenced"
+    assert len(answers[-1].tokens) < TOKENS
+    assert a.daemon is not None
+    assert a.daemon.events("node_fenced")[0]["session"] == "s"
+
+
+def test_engine_killed_alone_attaches_from_its_own_daemon(nodes: tuple[Node, Node]) -> None:
+    """An engine that dies while its daemon lives loses nothing: the new one attaches on the same node."""
+    a, b = nodes
+    reference = whole(b, "reference")
+    stream = begin(a, "s")
+    shown = list(next(stream).tokens)
+    assert a.engine is not None
+    a.engine.stop(signal.SIGKILL)
+    a.start_engine()
+    resumed = whole(a, "s", resume_token_ids=shown)
+    assert shown + resumed.tokens == reference.tokens
+    assert resumed.kvlog["attached"] >= reference.kvlog["recomputed"]
+
+
+def test_daemon_killed_alone_leaves_generation_alone_and_catches_up(nodes: tuple[Node, Node]) -> None:
+    """While its daemon is dead an engine goes on; a new daemon gets the rows that it missed, in the same request."""
+    a, b = nodes
+    reference = whole(b, "reference")
+    assert a.daemon is not None
+    stream = begin(a, "s")
+    a.daemon.stop(signal.SIGKILL)
+    a.start_daemon()
+    answer = last(stream)
+    assert answer.tokens == reference.tokens
+    a.kill()
+    resumed = whole(b, "s", resume_token_ids=answer.tokens[:-1])
+    assert resumed.tokens == answer.tokens[-1:]
+    story = (answer.kvlog, resumed.kvlog, a.turns("s"), b.turns("s"))
+    assert resumed.kvlog["attached"] >= len(answer.tokens), (
+        f"rows from after the daemon's death are missing: {story}"
+    )
+
+
+def test_next_turn_on_another_node_attaches_the_common_prefix(nodes: tuple[Node, Node]) -> None:
+    """A conversation's next turn attaches what it has in common with the last one, on whatever node it arrives."""
+    a, b = nodes
+    first = whole(a, "s")
+    prompt = PROMPT + first.text + " And then? "
+    answers = [ask(node.url, prompt=prompt, max_tokens=8, session="s") for node in (b, a)]
+    for stream in answers:
+        answer = last(stream)
+        assert answer.kvlog["attached"] >= first.kvlog["recomputed"]
+
+
+def test_daemon_asked_to_stop_flushes_and_leaves_nothing(nodes: tuple[Node, Node]) -> None:
+    """SIGTERM ends a daemon in order: exit code 0, its socket's file is gone, a last heartbeat says goodbye."""
+    a, _ = nodes
+    whole(a, "s")
+    assert a.daemon is not None
+    before = shared_memory()
+    assert a.daemon.stop(signal.SIGTERM) == 0
+    assert not (a.folder / "a.sock").exists()
+    assert a.daemon.events("daemon_stopped")
+    assert shared_memory() <= before
+
+
+def test_request_while_the_daemon_is_absent_is_served_unlogged(tmp_path: Path) -> None:
+    """An engine without a daemon answers, says that nothing is logged, and logs as soon as there is one."""
+    node = Node.start(tmp_path, "a", f"file://{tmp_path}/log")
+    try:
+        assert node.daemon is not None
+        node.daemon.stop(signal.SIGKILL)
+        answer = whole(node, "s")
+        assert answer.kvlog["logged"] is False
+        node.start_daemon()
+        node.wait_log()
+        until(lambda: whole(node, "s").kvlog["logged"] is True, seconds=10, what="logged again")
+    finally:
+        node.close()

@@ -1,0 +1,264 @@
+"""Real nodes for tests and benchmarks: a kvlogd and an engine as processes, over a log, and a client that streams.
+
+Every process dies with the test process (PDEATHSIG) and is a group of its own, so that a whole node can be killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+__all__ = ["Answer", "Node", "Process", "ask", "daemon_config", "until"]
+
+_PR_SET_PDEATHSIG = 1
+_START_SECONDS = 60.0
+_LIBC = ctypes.CDLL(None)
+
+
+def until(condition: Callable[[], bool], *, seconds: float = 10.0, what: str = "the condition") -> None:
+    """Wait until it holds; fail with its name when it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not come true within {seconds} s")
+        time.sleep(0.01)
+
+
+class Process:
+    """One child process with its output in a file."""
+
+    def __init__(
+        self, arguments: Sequence[str], output: Path, environment: dict[str, str] | None = None
+    ) -> None:
+        self._output = output
+        with output.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509  # one system call
+                env={**os.environ, **(environment or {})},
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def output(self) -> str:
+        """What it has written."""
+        return self._output.read_text()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The diagnostics events of this name."""
+        lines = [json.loads(line) for line in self.output.splitlines() if line.startswith("{")]
+        return [line for line in lines if line.get("event") == name]
+
+    def send(self, number: int) -> None:
+        """Signal it."""
+        if self.code is None:
+            os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 20.0) -> int:
+        """Wait for its end; the exit code."""
+        return self._process.wait(seconds)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Signal it and wait; killed if it does not end."""
+        self.send(number)
+        try:
+            return self.wait()
+        except subprocess.TimeoutExpired:
+            self.send(signal.SIGKILL)
+            self.wait()
+            raise AssertionError(
+                f"a process did not end after signal {number}:\n{self.output[-2000:]}"
+            ) from None
+
+
+def daemon_config(folder: Path, name: str, log_url: str, **sections: dict[str, object]) -> Path:
+    """Write a daemon's TOML file with small sizes."""
+    values: dict[str, dict[str, object]] = {
+        "node": {"id": name},
+        "log": {"url": log_url, "partitions": 4},
+        "link": {"socket": str(folder / f"{name}.sock"), "ring_bytes": 8 << 20},
+        "pool": {"bytes": 64 << 20, "block_bytes": 1 << 18},
+        "diagnostics": {"level": "debug", "format": "json"},
+    }
+    for section, more in sections.items():
+        values.setdefault(section, {}).update(more)
+    text = "".join(
+        f"[{section}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in each.items())
+        for section, each in values.items()
+    )
+    path = folder / f"{name}.toml"
+    path.write_text(text)
+    return path
+
+
+@dataclass
+class Node:
+    """One daemon and one engine."""
+
+    folder: Path
+    name: str
+    config: Path
+    engine_arguments: tuple[str, ...] = ("synthetic", "--tokens-per-second", "100")
+    daemon: Process | None = None
+    engine: Process | None = None
+    url: str = ""
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        name: str,
+        log_url: str,
+        *,
+        engine: tuple[str, ...] | None = None,
+        **sections: dict[str, object],
+    ) -> Self:
+        """Start both and wait until the engine takes requests and the daemon has its log."""
+        node = cls(folder, name, daemon_config(folder, name, log_url, **sections))
+        if engine is not None:
+            node.engine_arguments = engine
+        node.start_daemon()
+        node.wait_log()
+        node.start_engine()
+        return node
+
+    def start_daemon(self, environment: dict[str, str] | None = None) -> Process:
+        """Start a daemon and wait for its socket."""
+        output = self.folder / f"{self.name}-daemon.log"
+        ready = len(self.daemon.events("daemon_ready")) if self.daemon else 0
+        self.daemon = daemon = Process(["daemon", "run", "--config", str(self.config)], output, environment)
+        until(
+            lambda: len(daemon.events("daemon_ready")) > ready or daemon.code is not None,
+            seconds=_START_SECONDS,
+            what=f"daemon {self.name} ready",
+        )
+        return daemon
+
+    def wait_log(self) -> None:
+        """Wait until the daemon follows its log."""
+        daemon = self.daemon
+        assert daemon is not None
+        until(lambda: bool(daemon.events("log_opened")), seconds=_START_SECONDS, what="log opened")
+
+    def start_engine(self) -> Process:
+        """Start an engine and wait until it takes requests."""
+        output = self.folder / f"{self.name}-engine-{time.monotonic_ns()}.log"
+        arguments = [
+            "kvlog.engines",
+            *self.engine_arguments,
+            "--link",
+            str(self.folder / f"{self.name}.sock"),
+        ]
+        self.engine = engine = Process(arguments, output)
+        until(
+            lambda: "ready http" in engine.output or engine.code is not None,
+            seconds=_START_SECONDS,
+            what=f"engine {self.name} ready",
+        )
+        assert engine.code is None, engine.output
+        self.url = next(line.split()[1] for line in engine.output.splitlines() if line.startswith("ready "))
+        return engine
+
+    def signal(self, number: int) -> None:
+        """Signal daemon and engine."""
+        for process in (self.engine, self.daemon):
+            if process is not None:
+                process.send(number)
+
+    def kill(self) -> None:
+        """The whole node dies at once."""
+        self.signal(signal.SIGKILL)
+        for process in (self.engine, self.daemon):
+            if process is not None:
+                process.wait()
+
+    def turns(self, session: str) -> list[dict[str, Any]]:
+        """What the daemon said of a session's turns and claims, for failure messages."""
+        assert self.daemon is not None
+        names = (
+            "turn_opened",
+            "turn_unlogged",
+            "turn_ended",
+            "takeover_completed",
+            "rows_absent",
+            "session_broken",
+        )
+        return [e for name in names for e in self.daemon.events(name) if e.get("session") == session]
+
+    def close(self) -> None:
+        """End what still runs; SIGCONT first, since a stopped process does not end."""
+        for process in (self.engine, self.daemon):
+            if process is not None and process.code is None:
+                process.send(signal.SIGCONT)
+                process.stop(signal.SIGKILL)
+
+
+@dataclass
+class Answer:
+    """A streamed answer."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    kvlog: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    done: bool = False
+
+
+def ask(url: str, *, seconds: float = 60.0, **body: object) -> Iterator[Answer]:
+    """Stream a completion: yields the answer so far after each chunk; a broken stream ends with an error."""
+    answer = Answer()
+    request = {"stream": True, "return_token_ids": True, **body}
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=seconds) as response:
+            if response.status_code != httpx.codes.OK:
+                answer.error = {"status": response.status_code, "body": response.read().decode()}
+                yield answer
+                return
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    _take(answer, line.removeprefix("data: "))
+                    yield answer
+    except httpx.HTTPError as error:
+        answer.error = {"type": "connection", "message": str(error)}
+        yield answer
+
+
+def _take(answer: Answer, data: str) -> None:
+    if data == "[DONE]":
+        answer.done = True
+        return
+    chunk = json.loads(data)
+    if "error" in chunk:
+        answer.error = chunk["error"]
+        return
+    for choice in chunk.get("choices", []):
+        answer.tokens += choice.get("token_ids") or []
+        answer.text += choice.get("text") or ""
+    usage = chunk.get("usage") or {}
+    answer.kvlog = usage.get("kvlog") or chunk.get("kvlog") or answer.kvlog
