@@ -66,6 +66,7 @@ _FDS_MAX = 16
 
 _READ_BYTES = 1 << 18
 _TIMEVAL = struct.Struct("ll")
+_FD = struct.Struct("i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +144,7 @@ def _welcome(connection: socket.socket, frames: DaemonFrames, fds: list[int], de
     """Read until the first message is whole; descriptors are collected into `fds` whatever happens."""
     while (message := frames.take()) is None:
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
-        data, received, _, _ = socket.recv_fds(connection, _READ_BYTES, _FDS_MAX, socket.MSG_CMSG_CLOEXEC)
-        fds += received
+        data = _receive(connection, fds)
         if not data:
             raise DecodeError(problem="it closed the connection before Welcome")
         frames.feed(data)
@@ -154,6 +154,17 @@ def _welcome(connection: socket.socket, frames: DaemonFrames, fds: list[int], de
     if not isinstance(message, Welcome) or len(fds) != WELCOME_FDS:
         raise DecodeError(problem=f"{type(message).__name__} with {len(fds)} descriptors instead of Welcome")
     return message
+
+
+def _receive(connection: socket.socket, fds: list[int]) -> bytes:
+    """Bytes, and descriptors that no child process inherits; socket.recv_fds of Python 3.11 ignores its flags."""
+    room = socket.CMSG_SPACE(_FDS_MAX * _FD.size)
+    data, ancillary, _, _ = connection.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            whole = len(content) - len(content) % _FD.size
+            fds += [fd for (fd,) in _FD.iter_unpack(content[:whole])]
+    return data
 
 
 class LinkClient:

@@ -82,6 +82,7 @@ class RejectReason(StrEnum):
     OTHER_PROTOCOL = "other_protocol"
     IDENTITY = "identity"
     ROW_TOO_LARGE = "row_too_large"
+    NOT_ALLOWED = "not_allowed"
     OVERLOADED = "overloaded"
     STOPPING = "stopping"
 

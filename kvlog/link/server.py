@@ -46,6 +46,12 @@ _READ_BYTES = 1 << 18
 _QUEUE_OF_LARGEST = 4
 """A send queue holds so many of the largest messages, in bytes."""
 
+_STRANGER_SECONDS = 0.5
+"""How long someone who may not connect may take to say Hello; he is told so, but must not cost much."""
+
+_CONNECTIONS_A_PEER = 2
+"""Connections, greeted or not, for each engine that is allowed; more are closed without a word."""
+
 _ACCEPT_PAUSE_SECONDS = 0.1
 """Out of file descriptors or memory: the connection stays in the backlog, accepting at once again would spin."""
 
@@ -190,12 +196,13 @@ class LinkServer:
         self._handler = handler
         self._options = options or ServerOptions()
         self._listener: Listener | None = None
+        self._connections = 0
         self._peers = 0
         self._counters: Counter[str] = Counter()
 
     @property
     def peers(self) -> int:
-        """Engines connected now, greeted or not."""
+        """Engines that are linked now."""
         return self._peers
 
     @property
@@ -234,38 +241,50 @@ class LinkServer:
 
     async def _peer_task(self, connection: socket.socket) -> None:
         """One engine from accept to close; nothing that happens here reaches another."""
-        self._peers += 1
+        self._connections += 1
         try:
             with connection:
                 await self._admit(connection)
         except _GoneError:
             self._counters["gone"] += 1
         finally:
-            self._peers -= 1
+            self._connections -= 1
 
     async def _admit(self, connection: socket.socket) -> None:
+        """Let an engine in, or tell it why not, but after its Hello: else the answer would be lost in a reset."""
         connection.setblocking(False)  # noqa: FBT003  # socket's own interface
         credentials = peer_credentials(connection)
-        if not self._allowed(credentials):
-            self._counters["refused"] += 1
+        allowed = self._allowed(credentials)
+        if self._connections > _CONNECTIONS_A_PEER * self._options.peers_max:
+            self._counters["overloaded"] += 1
             return
         pipe = _Pipe(connection, self._options.limits)
-        if self._peers > self._options.peers_max:
-            self._counters["overloaded"] += 1
-            await pipe.send(
-                Rejected(RejectReason.OVERLOADED, "Stop engines of this node, or raise link.peers_max.")
-            )
-            return
-        hello = await self._greeting(pipe)
-        if hello is not None:
-            self._counters["accepted"] += 1
-            peer = Peer(credentials, hello, self._options)
-            await _PeerSession(pipe, peer, self._handler, self._options).run(self._counters)
+        hello = await self._greeting(pipe, self._options.hello_seconds if allowed else _STRANGER_SECONDS)
+        if not allowed:
+            self._counters["refused"] += 1
+            if hello is not None:
+                hint = f"Run the engine as the daemon's user, or add its group to link.gids (uid {credentials.uid})."
+                await pipe.send(Rejected(RejectReason.NOT_ALLOWED, hint))
+        elif hello is not None:
+            await self._welcome(Peer(credentials, hello, self._options), pipe)
 
-    async def _greeting(self, pipe: _Pipe) -> Hello | None:
+    async def _welcome(self, peer: Peer, pipe: _Pipe) -> None:
+        if self._peers >= self._options.peers_max:
+            self._counters["overloaded"] += 1
+            hint = "Stop engines of this node, or raise link.peers_max."
+            await pipe.send(Rejected(RejectReason.OVERLOADED, hint))
+            return
+        self._counters["accepted"] += 1
+        self._peers += 1
+        try:
+            await _PeerSession(pipe, peer, self._handler, self._options).run(self._counters)
+        finally:
+            self._peers -= 1
+
+    async def _greeting(self, pipe: _Pipe, seconds: float) -> Hello | None:
         """The Hello; None, and counted, if none came that we can talk to."""
         try:
-            async with asyncio.timeout(self._options.hello_seconds):
+            async with asyncio.timeout(seconds):
                 message = await pipe.receive()
         except TimeoutError:
             self._counters["silent"] += 1
