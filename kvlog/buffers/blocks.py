@@ -46,11 +46,12 @@ class Key(NamedTuple):
 
 
 class Span(NamedTuple):
-    """`rows` rows of a block from its slot `slot`."""
+    """`rows` rows of `row_bytes` in a block from its slot `slot`."""
 
     block: int
     slot: int
     rows: int
+    row_bytes: int
 
 
 class Piece(NamedTuple):
@@ -230,7 +231,7 @@ class BlockTable:
         assert start + n <= self.present_prefix(key), "only what is present can be read"
         if lane is not None:
             for piece in _pieces(lane, start, n, None):
-                yield Span(piece.block, piece.slot, piece.rows)
+                yield Span(piece.block, piece.slot, piece.rows, lane.row_bytes)
 
     def touch(self, session: SessionId, now_ns: int) -> None:
         """The session is in use now; the least recently touched is evicted first."""

@@ -41,7 +41,7 @@ def test_place_over_several_blocks_fills_them_in_order():
         (2, 0, 1, None),
     ]
     assert table.present_prefix(KEY) == 9
-    assert [tuple(span) for span in table.locate(KEY, Position(3), 4)] == [(0, 3, 1), (1, 0, 3)]
+    assert [tuple(span) for span in table.locate(KEY, Position(3), 4)] == [(0, 3, 1, ROW), (1, 0, 3, ROW)]
 
 
 def test_place_before_the_end_replaces_what_follows():
