@@ -289,7 +289,7 @@ def test_record_that_does_not_fit_is_read_again_before_it_is_believed() -> None:
 
 
 def test_record_that_does_not_fit_at_rest_breaks_its_session() -> None:
-    """It is read again as often as the limits say, then the session keeps its last good length and an alert is raised."""
+    """It is read again as often as the limits say; then it breaks the session, which keeps its last good length."""
     book = written("s")
     state = book.state()
     bad = seal(state, delta(state, (8,)), payload=b"rot!")
