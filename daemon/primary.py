@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from daemon.backlog import BacklogMeter
 from daemon.telemetry import Event
 from kvlog.core.effects import AppendRecord
 from kvlog.core.inputs import AppendFailed
@@ -67,7 +67,7 @@ class Publisher:
         self._lost: set[tuple[SessionId, Epoch]] = set()
         self._writer: LogWriter | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._durable: deque[tuple[float, int]] = deque(maxlen=256)
+        self._backlog = BacklogMeter()
         self.completed = 0
         shell.handle(AppendRecord, self._append)
 
@@ -87,11 +87,8 @@ class Publisher:
         await self._room.wait()
 
     def throughput(self) -> float | None:
-        """Bytes a second that became durable lately, while appends were waiting; None: too little is known."""
-        if len(self._durable) < 2:  # noqa: PLR2004  # a span needs two ends
-            return None
-        span = self._durable[-1][0] - self._durable[0][0]
-        return sum(size for _, size in list(self._durable)[1:]) / span if span > 0 else None
+        """Bytes a second that the log takes when it is the limit; None: it has not been lately."""
+        return self._backlog.bytes_per_second
 
     async def run(self, writer: LogWriter) -> None:
         """Serve the queues until cancelled."""
@@ -166,7 +163,7 @@ class Publisher:
             self._failed(pending, error)
             return
         now = time.monotonic()
-        self._durable.append((now, pending.size))
+        self._backlog.completed(now, pending.size, self._pending_bytes - pending.size)
         self._telemetry.metrics.append_seconds.observe(now - pending.began)
         self.completed += 1
         self._finish(pending)
