@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvlog.buffers.ring import TableRow
-from kvlog.errors import RingFull
+from kvlog.errors import RingFull, RowTooLarge
 from kvlog.ids import Epoch, Position, Shard, Turn
 
 if TYPE_CHECKING:
@@ -105,7 +105,10 @@ def write_step(
     if not late:
         return Written(0, full=False)
     wanted = max(len(late), budget.step_bytes // row_bytes)
-    rows_max = min(wanted, ring.rows_max(len(late), row_bytes))
+    most = ring.rows_max(len(late), row_bytes) or ring.rows_max(1, row_bytes)
+    if not most:
+        raise RowTooLarge(row_bytes=row_bytes, record_bytes_max=ring.entry_bytes_max)
+    rows_max = min(wanted, most)
     for _ in range(_SMALLER_TRIES):
         shares = share_rows([source.behind for source in late], rows_max, budget.first)
         picked = [(source, rows) for source, rows in zip(late, shares, strict=True) if rows]
