@@ -10,8 +10,10 @@ anew.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from daemon.progress import Progress, Sample
@@ -19,6 +21,7 @@ from daemon.telemetry import Event
 from kvlog.buffers.eviction import plan_eviction
 from kvlog.core import effects as fx
 from kvlog.core import inputs
+from kvlog.core.lag import LagMeter, LagSample
 from kvlog.errors import ConfigError, KvlogError, LogUnavailable
 from kvlog.ids import Partition
 
@@ -170,14 +173,15 @@ class Service:
         parts.shell.step(inputs.WatermarkFailed(effect.session))
 
     async def _measure_lag(self, log: Log) -> None:
-        metrics = self._parts.telemetry.metrics
+        meters: dict[Partition, LagMeter] = {}
         while True:
             for partition, core in list(self._parts.shell.core.partitions.items()):
-                try:
+                sample = LagSample(time.time_ns() // 1_000_000, None, None, core.applied)
+                with contextlib.suppress(LogUnavailable):
                     bounds = await log.bounds(partition)
-                except LogUnavailable:
-                    continue
-                metrics.lag_records.labels(str(partition)).set(max(0, bounds.high_watermark - core.applied))
+                    sample = replace(sample, log_start=bounds.log_start, high_watermark=bounds.high_watermark)
+                lag = meters.setdefault(partition, LagMeter()).observe(sample)
+                self._parts.telemetry.metrics.show_lag(partition, lag)
             await asyncio.sleep(_LAG_SECONDS)
 
     # Time

@@ -5,6 +5,7 @@ Token ids and texts never appear here; session ids appear in events, never in la
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from enum import StrEnum
@@ -15,6 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
+
+    from kvlog.core.lag import PartitionLag
 
 __all__ = ["EVENT_LEVELS", "Event", "Metrics", "Telemetry", "configure_diagnostics"]
 
@@ -166,8 +169,34 @@ class Metrics:
         self.lag_seconds = Gauge(
             "kvlog_lag_seconds", "Age of the oldest record not applied.", ["partition"], registry=r
         )
+        self.retention_records = Gauge(
+            "kvlog_retention_records",
+            "Records between the log start and the applied offset; negative: so many were lost unread.",
+            ["partition"],
+            registry=r,
+        )
+        self.retention_seconds = Gauge(
+            "kvlog_retention_seconds",
+            "Until retention reaches the applied offset, at the present pace.",
+            ["partition"],
+            registry=r,
+        )
         self.pool_blocks = Gauge("kvlog_pool_blocks", "Blocks of the pool, by state.", ["state"], registry=r)
         self.log_up = Gauge("kvlog_log_up", "1 while the log answers.", registry=r)
+
+    def show_lag(self, partition: int, lag: PartitionLag) -> None:
+        """Set one partition's lag; a figure that is not known goes away."""
+        for gauge, value in (
+            (self.lag_records, lag.lag.records if lag.lag else None),
+            (self.lag_seconds, lag.lag.seconds if lag.lag else None),
+            (self.retention_records, lag.records_to_loss),
+            (self.retention_seconds, lag.seconds_to_loss),
+        ):
+            if value is not None:
+                gauge.labels(str(partition)).set(value)
+            else:
+                with contextlib.suppress(KeyError):  # older clients mind that it was never set
+                    gauge.remove(str(partition))
 
     def serve(self, host: str, port: int) -> int:
         """Serve /metrics from a thread of its own; the port that was taken.
