@@ -91,7 +91,7 @@ def parse_call(data: bytes, model: StepModel, *, chat: bool, session_header: str
         raise _wrong("messages" if chat else "prompt", problem)
     resume = fields.tokens("resume_token_ids", model.vocabulary)
     limit_name = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
-    session = fields.text("session") or session_header
+    session = fields.text("session") if fields.has("session") else session_header
     request = GenerationRequest(
         prompt=tuple(prompt),
         resume=tuple(resume),

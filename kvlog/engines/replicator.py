@@ -308,9 +308,12 @@ class Replicator:
         attempt = turn.begin(now, now + patience)
         if attempt is None:
             return
+        if len(turn.tokens) > self._options.client.limits.session_tokens:
+            turn.refuse(UnloggedReason.NOT_SUPPORTED, now)
+            return
         try:
             link.client.ask(turn.message, lambda answer: self._answered(link, turn, attempt, answer))
-        except LocalProtocolError:  # longer than a session may be
+        except LocalProtocolError:  # a session's id or length that cannot be said
             turn.refuse(UnloggedReason.NOT_SUPPORTED, now)
 
     def _answered(self, link: EngineLink, turn: TurnState, attempt: int, answer: Answer | LinkClosed) -> bool:

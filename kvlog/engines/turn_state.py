@@ -123,7 +123,7 @@ class TurnState:
 
     def message(self, number: RequestNumber) -> OpenTurn:
         """The OpenTurn for the tokens so far."""
-        tokens = pack_tokens(tuple(self.tokens))
+        tokens = pack_tokens(self.tokens)
         request = self.request
         return OpenTurn(
             number, request.session, tokens, request.context, self.epoch, request.mode, request.wait_ms

@@ -38,18 +38,17 @@ class TurnHandle:
 
     def __init__(self, turn: TurnState, row_bytes: int, counts: LoadCounts) -> None:
         self.turn = turn
-        self._row_bytes = row_bytes
         self._counts = counts
         self._attach: Logged | None = turn.settle()
-        # The last token's logits are needed, so at least its row is computed, whatever can be attached.
-        self._rows_max = max(0, len(turn.tokens) - 1)
+        self._attach_length = 0
+        if self._attach is not None and self._attach.opened.row_bytes == row_bytes:
+            # The last token's logits are needed, so at least its row is computed, whatever can be attached.
+            self._attach_length = max(0, min(self._attach.opened.attach_length, len(turn.tokens) - 1))
 
     @property
     def attach_length(self) -> int:
-        """Rows that can be attached: fewer than the tokens that were asked for."""
-        if self._attach is None or self._attach.opened.row_bytes != self._row_bytes:
-            return 0
-        return min(self._attach.opened.attach_length, self._rows_max)
+        """Rows that could be attached when it was opened: fewer than the tokens that were asked for."""
+        return self._attach_length
 
     @property
     def logged(self) -> bool:

@@ -222,7 +222,9 @@ class LinkClient:
         Raises:
             LocalProtocolError: it cannot be encoded; see `frames.encode`.
         """
-        data = encode(message, self._options.limits)
+        self._enqueue(encode(message, self._options.limits))
+
+    def _enqueue(self, data: bytes) -> None:
         with self._changed:
             if self._cause is not None:
                 return
@@ -246,14 +248,13 @@ class LinkClient:
         with self._changed:
             self._requests += 1
             number = RequestNumber(self._requests)
-        message = make(number)
-        encode(message, self._options.limits)  # raises before anything is registered
+        data = encode(make(number), self._options.limits)
         with self._changed:
             cause = self._cause
             if cause is None:
                 self._waiting[number] = answered
         if cause is None:
-            self.send(message)
+            self._enqueue(data)
         else:
             answered(cause)
 
@@ -310,23 +311,25 @@ class LinkClient:
         events.link_closed(self, cause)
 
     def _read_messages(self, events: LinkEvents) -> None:
-        heard = time.monotonic()
+        unanswered = (
+            0  # counted in timeouts, not by a clock: if it was us who were paused, the daemon is not dead
+        )
         while self._cause is None:
             while (message := self._frames.take()) is not None:
                 self._dispatch(message, events)
             try:
                 data = self._connection.recv(_READ_BYTES)
             except BlockingIOError:  # SO_RCVTIMEO: silence
-                silence = time.monotonic() - heard
-                if silence >= self._options.dead_seconds:
-                    self.close(f"the daemon has been silent for {silence:.1f} s")
+                unanswered += 1
+                if unanswered * self._options.ping_seconds >= self._options.dead_seconds:
+                    self.close(f"the daemon has been silent for {self._options.dead_seconds} s")
                 else:
                     self.send(Ping())
                 continue
             if not data:
                 self.close("the daemon closed the connection")
                 return
-            heard = time.monotonic()
+            unanswered = 0
             self._frames.feed(data)
 
     def _dispatch(self, message: FromDaemon, events: LinkEvents) -> None:

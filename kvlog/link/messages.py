@@ -19,7 +19,8 @@ DecodeError, and whoever gets one closes the link.
 
 from __future__ import annotations
 
-import struct
+import sys
+from array import array
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NewType
@@ -28,6 +29,8 @@ from kvlog.ids import Digest, Epoch, NodeId, Position, SessionId, Shard, Turn
 from kvlog.limits import DEFAULT, Limits
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvlog.layout import Identity
     from kvlog.modes import SyncMode
 
@@ -332,16 +335,23 @@ def attach_rows_max(limits: Limits = DEFAULT) -> int:
     return (limits.control_message_bytes - _ATTACH_BYTES_FIXED) // _ATTACH_BYTES_A_ROW
 
 
-def pack_tokens(tokens: list[int] | tuple[int, ...]) -> bytes:
-    """Token ids as u32 little-endian."""
-    return struct.pack(f"<{len(tokens)}I", *tokens)
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as u32 little-endian; about 10 ms for a million."""
+    return _little(array("I", tokens)).tobytes()
 
 
 def unpack_tokens(data: bytes) -> tuple[int, ...]:
     """Token ids of an OpenTurn; the decoder has checked that they are whole."""
-    return struct.unpack(f"<{len(data) // 4}I", data)
+    return tuple(_little(array("I", data)))
 
 
 def unpack_checksums(data: bytes) -> tuple[int, ...]:
     """Row checksums of a TurnOpened; the decoder has checked that they are whole."""
-    return struct.unpack(f"<{len(data) // 8}Q", data)
+    return tuple(_little(array("Q", data)))
+
+
+def _little(values: array[int]) -> array[int]:
+    """Between this machine's byte order and the link's."""
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
