@@ -81,7 +81,9 @@ class KafkaLog:
                     said += await self._bind(self._wanted_table(table))
                 return said
         except TimeoutError:
-            problem = f"not open within {self._options.timeout_seconds} s"
+            problem = (
+                f"not open within {self._options.timeout_seconds} s; {self._keeper.trouble or 'no answer'}"
+            )
             raise LogUnavailable(where=self.where, problem=problem) from None
 
     async def identity(self) -> str:

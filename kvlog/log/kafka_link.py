@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aiokafka import conn as aiokafka_conn
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from kvlog.errors import KvlogError, LogUnavailable
 from kvlog.log.kafka_errors import Code, code_name, denied, translate
@@ -218,7 +218,10 @@ class KafkaLink:
             if self._closed or node not in self._nodes:
                 problem = "closed" if self._closed else "the cluster does not know this broker now"
                 raise LogUnavailable(where=self._where(node), problem=problem)
-            connection = await self._connect(*self._nodes[node])
+            try:
+                connection = await self._connect(*self._nodes[node])
+            except (ConnectionResetError, KafkaConnectionError, EOFError) as error:
+                raise self._hung_up(node, error) from error
             if self._closed:
                 connection.close()
                 raise LogUnavailable(where=self._where(node), problem="closed")
@@ -240,6 +243,11 @@ class KafkaLink:
                 sasl_plain_username=security.username,
                 sasl_plain_password=security.password,
             )
+
+    def _hung_up(self, node: int, error: Exception) -> LogUnavailable:
+        """A listener that speaks another protocol than we do says nothing about it: it hangs up."""
+        problem = f"{translate(error, where='').problem}; if it stays so, see that the listener speaks"
+        return LogUnavailable(where=self._where(node), problem=f"{problem} {self._options.security.protocol}")
 
     def _discard(self, node: int) -> None:
         connection = self._connections.pop(node, None)

@@ -35,6 +35,12 @@ class TopicKeeper:
     def __init__(self, link: KafkaLink, options: KafkaOptions) -> None:
         self._link = link
         self._options = options
+        self._trouble = ""
+
+    @property
+    def trouble(self) -> str:
+        """What it waits for, or waited for last, for people."""
+        return self._trouble
 
     async def keep(self, wanted: TopicWanted) -> tuple[TopicSeen, int, tuple[str, ...]]:
         """Make the topic if it is missing, then check it.
@@ -100,6 +106,7 @@ class TopicKeeper:
                 case Code.TOPIC_AUTHORIZATION_FAILED | Code.CLUSTER_AUTHORIZATION_FAILED:
                     raise denied(right="Create", resource=f"topic {wanted.name}")
                 case _ if code in _TRANSIENT:
+                    self._trouble = f"topic {wanted.name}: {code_name(code)}: {message}"
                     await asyncio.sleep(_PAUSE_SECONDS)
                 case _:
                     raise ConfigError(

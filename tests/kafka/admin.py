@@ -10,6 +10,7 @@ from aiokafka.protocol.admin import (
     CreateTopicsRequest,
     DeleteRecordsRequest,
     DeleteTopicsRequest,
+    DescribeConfigsRequest,
 )
 
 from kvlog.log.kafka_link import KafkaLink
@@ -49,6 +50,17 @@ class Admin:
     async def exists(self, topic: str) -> bool:
         """Tells whether there is such a topic."""
         return await self._link.describe(topic) is not None
+
+    async def partitions(self, topic: str) -> int:
+        """Counts a topic's partitions."""
+        seen = await self._link.describe(topic)
+        assert seen is not None
+        return len(seen.leaders)
+
+    async def config(self, topic: str) -> dict[str, str]:
+        """Reads a topic's settings, defaults too."""
+        response = await self._link.send(None, DescribeConfigsRequest([(TOPIC, topic, None)]))
+        return {row[0]: row[1] for row in response.resources[0][4]}
 
     async def set_config(self, topic: str, config: Mapping[str, str]) -> None:
         """Replaces a topic's own settings."""

@@ -58,7 +58,7 @@ class ContainerBroker:
     def wait(self) -> None:
         """Waits until it serves."""
         deadline = time.monotonic() + START_SECONDS
-        while not is_open(self.port):
+        while not self.is_serving:
             if time.monotonic() > deadline:
                 raise BrokerFailed(f"the container does not serve: {self.container.get_logs()}")
             time.sleep(0.1)
@@ -75,8 +75,17 @@ class ContainerBroker:
         """See Broker.resume."""
         self.container.get_wrapped_container().unpause()
 
-    def restart(self) -> None:
-        """See Broker.restart."""
+    def start_again(self) -> None:
+        """See Broker.start_again."""
+        self.container.get_wrapped_container().start()
+
+    @property
+    def is_serving(self) -> bool:
+        """See Broker.is_serving."""
+        return is_open(self.port)
+
+    def restore(self) -> None:
+        """See Broker.restore."""
         inner = self.container.get_wrapped_container()
         inner.reload()
         if inner.status == "paused":

@@ -116,7 +116,7 @@ def fragile_kafka(kafka_started: Cluster) -> Iterator[Cluster]:
     """A cluster of one broker that a test may kill, pause and damage; it serves again before the next test."""
     yield kafka_started
     for broker in kafka_started.brokers:
-        broker.restart()
+        broker.restore()
 
 
 @pytest.fixture
