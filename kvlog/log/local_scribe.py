@@ -2,7 +2,7 @@
 
     event loop                              scribe's thread
     submit(job) ──▶ queue (bounded) ──▶ take a group · lock · BEGIN IMMEDIATE · jobs · COMMIT · ring the bell
-                 ◀── futures done ◀──── settle · [checkpoint] · unlock · [trim]
+                 ◀── futures done ◀──── unlock · settle · [checkpoint] · [trim]
 
 Appends, table rows and committed offsets all go this way, so a process never competes with itself, and one commit
 serves whatever has queued up meanwhile. A job stays in the queue until its group is durable. When a group fails for a
@@ -186,7 +186,9 @@ class Scribe:
             while (group := self._next_group()) is not None:
                 try:
                     self._write(group)
-                    self._trim_if_due()
+                    self._tend()
+                    if self._queue:
+                        give_way()
                 except OutcomeUnknown as error:
                     self._halt(str(error.fields["problem"]))
                 except Exception as error:  # noqa: BLE001 - the thread's top: a fault of ours, and nobody may hang
@@ -224,33 +226,32 @@ class Scribe:
                 return
 
     def _commit(self, group: list[_Job]) -> None:
+        size = sum(job.size for job in group)
         with self._pen.locked() as database:
             if self._abandoned:
                 raise self._unavailable("this log was closed")
             results = self._pen.transact(
-                database, lambda transaction: [job.work(transaction) for job in group]
+                database, lambda written: [job.work(written) for job in group], size=size
             )
-            with self._changed:
-                for _ in group:
-                    if self._queue:  # close() may have ended them meanwhile
-                        self._queue.popleft()
-            self._down = None  # before anybody is told: who hears of a commit may append
-            self._tell(self._settle, group, results)
-            size = sum(job.size for job in group)
-            self._untrimmed_bytes += size
-            self._pen.checkpoint_if_due(database, written_bytes=size)
-        if self._queue:
-            give_way()
+        with self._changed:
+            for _ in group:
+                if self._queue:  # close() may have ended them meanwhile
+                    self._queue.popleft()
+        self._untrimmed_bytes += size
+        self._down = None  # before anybody is told: who hears of a commit may append
+        self._tell(self._settle, group, results)
 
-    def _trim_if_due(self) -> None:
-        if self._untrimmed_bytes < TRIM_BYTES and time.monotonic() < self._trim_at:
-            return
-        self._untrimmed_bytes = 0
+    def _tend(self) -> None:
+        """Checkpoint and trim, when it is time; both may fail without harm, and who appends is told of the reason."""
         more = False
         try:
+            self._pen.checkpoint_if_due()
+            if self._untrimmed_bytes < TRIM_BYTES and time.monotonic() < self._trim_at:
+                return
             more = self._pen.trim(self._retention)
         except LogUnavailable:
-            self._pen.drop()  # who appends is told of it; here it only means that nothing was deleted
+            self._pen.drop()
+        self._untrimmed_bytes = 0
         self._trim_at = time.monotonic() + (0.0 if more else TRIM_SECONDS)
 
     def _halt(self, problem: str) -> None:

@@ -162,6 +162,18 @@ async def test_wal_restarts_when_a_long_read_ends(
     assert wal.stat().st_size <= grown + 5_000_000
 
 
+async def test_wal_of_many_small_commits_stays_small(
+    open_log: Callable[[LocalLogOptions], LocalLog], tmp_path: Path
+) -> None:
+    """A commit writes whole pages however small its message; the WAL is bounded by what is written, not by messages."""
+    log = open_log(LocalLogOptions())
+    await log.open()
+    table = await log.table("nodes")
+    for number in range(300):
+        await table.put(b"node-a", b"%d" % number)
+    assert (tmp_path / "log" / "log.db-wal").stat().st_size < 4 * local_pen.CHECKPOINT_BYTES
+
+
 async def test_directory_removed_is_unavailable_and_comes_back_as_another_log(
     open_log: Callable[[LocalLogOptions], LocalLog], tmp_path: Path
 ) -> None:

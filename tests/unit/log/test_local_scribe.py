@@ -46,12 +46,14 @@ class Gate:
         self.tried = 0
         real = Pen.transact
 
-        def transact(pen: Pen, database: Database, work: Callable[[Transaction], object]) -> object:
+        def transact(
+            pen: Pen, database: Database, work: Callable[[Transaction], object], *, size: int = 0
+        ) -> object:
             assert self.opened.wait(DEADLINE_SECONDS)
             self.tried += 1
             if self.failures:
                 raise self.failures.pop(0)
-            return real(pen, database, work)
+            return real(pen, database, work, size=size)
 
         monkeypatch.setattr(Pen, "transact", transact)
 
