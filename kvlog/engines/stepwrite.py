@@ -101,7 +101,7 @@ def write_step(
         RowTooLarge: the ring never takes a row of this size.
         DecodeError: the daemon's side of the ring is nonsense; close the link.
     """
-    late = [source for source in sources if source.behind]
+    late = [(source, behind) for source in sources if (behind := source.behind)]
     if not late:
         return Written(0, full=False)
     wanted = max(len(late), budget.step_bytes // row_bytes)
@@ -110,17 +110,25 @@ def write_step(
         raise RowTooLarge(row_bytes=row_bytes, record_bytes_max=ring.entry_bytes_max)
     rows_max = min(wanted, most)
     for _ in range(_SMALLER_TRIES):
-        shares = share_rows([source.behind for source in late], rows_max, budget.first)
-        picked = [(source, rows) for source, rows in zip(late, shares, strict=True) if rows]
+        picked = _pick(late, rows_max, budget.first)
         try:
             rows = _write_entry(ring, picked, row_bytes, shard)
         except RingFull:
-            rows_max = sum(shares) // _SMALLER_BY
+            rows_max = sum(rows for _, rows in picked) // _SMALLER_BY
             if not rows_max:
-                return Written(0, full=True)
+                break
         else:
-            return Written(rows, full=rows_max < wanted and any(source.behind for source in late))
+            return Written(rows, full=rows < min(wanted, sum(behind for _, behind in late)))
     return Written(0, full=True)
+
+
+def _pick(late: Sequence[tuple[RowSource, int]], rows_max: int, first: int) -> list[tuple[RowSource, int]]:
+    """Which turns write how many rows, ≥ 1 each; mostly that is all they have."""
+    behind = [rows for _, rows in late]
+    if sum(behind) <= rows_max:
+        return list(late)
+    shares = share_rows(behind, rows_max, first)
+    return [(source, rows) for (source, _), rows in zip(late, shares, strict=True) if rows]
 
 
 def _write_entry(
