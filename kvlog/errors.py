@@ -10,6 +10,7 @@
     ├── OutcomeUnknown         an append may or may not be in the log: never write under that epoch again
     ├── Fenced                 a newer epoch owns the session: stop, do not claim back
     ├── LogTruncated           the records are below the log start offset: use a snapshot, or recompute
+    ├── SessionUnknown         the log has no record of the session: ask for another one
     ├── LogReplaced            the topic is another one than before: all state of it is void
     └── ConfigError            the operator must change a setting; nothing was started
 
@@ -37,6 +38,7 @@ __all__ = [
     "Retryable",
     "RingFull",
     "RowTooLarge",
+    "SessionUnknown",
     "UnknownVersion",
 ]
 
@@ -154,6 +156,12 @@ class LogTruncated(KvlogError):
     partition: int
     wanted: int
     log_start: int
+
+
+class SessionUnknown(KvlogError):
+    """The log has no record of the session (fields: session, partition, log)."""
+
+    hint = "Check its spelling and the topic prefix; records older than the retention are gone for good."
 
 
 class LogReplaced(KvlogError):

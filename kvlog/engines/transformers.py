@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
+from kvlog.engines.replayed import load_replayed
 from kvlog.engines.transformers_cache import TORCH_DTYPES, ReplicatedCache
 from kvlog.engines.transformers_identity import model_digest, weights_digest
 from kvlog.errors import ConfigError, LocalProtocolError
@@ -132,6 +133,15 @@ class TransformersModel:
     def new_cache(self) -> ReplicatedCache:
         """An empty cache."""
         return ReplicatedCache(self._identity.layout, self.positions_max)
+
+    def load_replayed(self, file: Path) -> tuple[list[int], RowCache]:
+        """A session that `kvlog replay` rebuilt from the log: its token ids, and a cache with its rows.
+
+        Raises:
+            DecodeError: not a replay file, or damaged.
+            LayoutMismatch: the rows are another model's.
+        """
+        return load_replayed(file, self)
 
     def forward(self, cache: RowCache, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Compute the KV of `tokens` at the cache's end and return the logits after the last one.
