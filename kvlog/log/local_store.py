@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from kvlog.errors import ConfigError, LogUnavailable
 from kvlog.log.local_lock import WriteLock
-from kvlog.log.local_rows import SCHEMA
+from kvlog.log.local_rows import PARTITIONS_MAX, create_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +59,8 @@ CACHE_KIB = 16 << 10
 """Page cache of a connection: one group of appends (local_scribe.GROUP_BYTES_MAX) fits, so that no page is spilled."""
 WAL_BYTES_KEPT = 64 << 20
 """A WAL that grew past this while a reader kept it from restarting is cut when it can be."""
+STATEMENTS_CACHED = 8 * PARTITIONS_MAX
+"""Every statement that there is on every partition; a few KiB for each that is used."""
 LOCK_SECONDS = 5.0
 """Waiting for another process's transaction longer than this is an outage: it is stopped, or the disk hangs."""
 OPEN_ATTEMPTS = 3
@@ -198,17 +200,10 @@ def _make(paths: Paths, partitions: int, vfs: str) -> None:
             problem = f"its filesystem cannot share memory between processes: SQLite gives {mode!r}, not WAL"
             raise _config(paths, problem, "Set log.directory to a local disk (ext4, xfs, btrfs, tmpfs)")
         connection.execute("BEGIN IMMEDIATE")
-        for statement in filter(str.strip, SCHEMA.split(";")):
-            connection.execute(statement)
-        meta = {
-            "identity": secrets.token_hex(16),
-            "partitions": partitions,
-            "created_ms": time.time_ns() // 1_000_000,
-        }
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
-        connection.executemany(
-            "INSERT INTO partitions VALUES (?, 0, 0, 0)", ((p,) for p in range(partitions))
-        )
+        created_ms = time.time_ns() // 1_000_000
+        identity = secrets.token_hex(16)
+        meta = {"identity": identity, "partitions": partitions, "created_ms": created_ms}
+        create_tables(connection, partitions=partitions, meta=meta)
         connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute("COMMIT")
@@ -221,10 +216,14 @@ def _make(paths: Paths, partitions: int, vfs: str) -> None:
 def _connect(path: Path, *, mode: str, vfs: str = "unix") -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode={mode}&vfs={vfs}"
     # Each connection is used by one thread at a time, but not always closed by the one that opened it.
-    connection = sqlite3.connect(
-        uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+    return sqlite3.connect(
+        uri,
+        uri=True,
+        timeout=BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+        cached_statements=STATEMENTS_CACHED,
     )
-    return connection
 
 
 def open_database(

@@ -151,7 +151,7 @@ async def test_wal_restarts_when_a_long_read_ends(
     database = open_database(Paths(tmp_path / "log"))
     with closing(database.connection) as connection:
         connection.execute("BEGIN")
-        connection.execute("SELECT count(*) FROM messages").fetchone()
+        connection.execute("SELECT count(*) FROM messages_0").fetchone()
         for _ in range(20):
             await append(writer, bytes(500_000))
         grown = wal.stat().st_size

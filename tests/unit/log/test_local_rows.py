@@ -23,8 +23,7 @@ KEEP_ALL = rows.Retention(None, None)
 def connection() -> Iterator[sqlite3.Connection]:
     """Two partitions."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
-    connection.executescript(rows.SCHEMA)
-    connection.executemany("INSERT INTO partitions VALUES (?, 0, 0, 0)", [(0,), (1,)])
+    rows.create_tables(connection, partitions=2, meta={})
     yield connection
     connection.close()
 
@@ -112,7 +111,7 @@ def test_fetch_at_the_end_is_no_problem_and_past_it_one(connection: sqlite3.Conn
 def test_fetch_of_missing_message_is_never_stepped_over(connection: sqlite3.Connection) -> None:
     """Should the database lose a message, reading stops before it and says so."""
     write(connection, b"a", b"b", b"c")
-    connection.execute("DELETE FROM messages WHERE id = 1")
+    connection.execute("DELETE FROM messages_0 WHERE offset = 1")
     assert [0] == offsets(read(connection, 0))
     assert "missing" in str(read(connection, 1).problems[P0])
 
