@@ -363,6 +363,8 @@ def test_primary_refuses_what_its_caller_must_not_ask() -> None:
         primary.begin(SECOND, (), CONTEXT)
     with pytest.raises(AssertionError, match="contiguous"):
         primary.rows(encoded(primary, (1,), start=1))
+    with pytest.raises(AssertionError, match="no rows"):
+        primary.rows(encoded(primary, ()))
     with pytest.raises(AssertionError, match="does not come back"):
         primary.lose(Tenure.OWNED)
     wrong = encoded(primary, (1,))

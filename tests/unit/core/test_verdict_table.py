@@ -275,6 +275,8 @@ def test_standby_refuses_what_the_table_refuses_and_changes_nothing(
         if VERDICT_OF[why] in (Verdict.GAP, Verdict.DIVERGED) and standing != "broken":
             broken = [SessionBroken(state.session, HERE, before.length, refused.judgement)]
             before.standing, before.healable = Standing.BROKEN, False
+        if why is Why.NO_ROOT:
+            before.next_seq = Seq(getattr(entry.record, "seq", 0) + 1)  # it notes how far the owner has got
         assert broken == rest, standing
         assert before == state, standing
 
@@ -355,6 +357,16 @@ def test_record_without_state_is_unknown(kind: str) -> None:
         (e.record, e.judgement.verdict, e.judgement.why) for e in effects if isinstance(e, RecordRefused)
     ]
     assert core.session(state.session) is None
+
+
+def test_reader_without_history_is_not_rooted_by_a_seq_0_that_comes_too_late() -> None:
+    """Who has the history broke at the record before it, and does not take the late seq 0 either."""
+    state = STANDINGS["unrooted"]()
+    root, later = seal(state, truncate(state, 0)), seal(state, truncate(state, 0, seq=1))
+    core = standby(state)
+    effects = [*core.read(HERE, later), *core.read(Offset(HERE + 1), root)]
+    assert [Why.NO_ROOT, Why.SEQ_PASSED] == [e.judgement.why for e in effects if isinstance(e, RecordRefused)]
+    assert Standing.UNROOTED is state.standing
 
 
 def test_snapshot_without_state_is_noted() -> None:
