@@ -101,12 +101,15 @@ def write_replay_file(
         with open(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "r+b") as out:  # noqa: PTH123
             # Takes the room now: a full disk would else end the process when the mapping is written.
             os.posix_fallocate(out.fileno(), 0, len(head) + replayed.data_bytes)
-            data = np.memmap(out, np.uint8, mode="r+", offset=0)[len(head) :]
+            whole = np.memmap(out, np.uint8, mode="r+")
+            data = whole[len(head) :]
             data[: replayed.tokens_bytes] = np.frombuffer(array("q", tokens), np.uint8)
             for shard in range(replayed.identity.shards):
                 _write_layers(data, replayed, Shard(shard), spool, advance)
-            out.write(write_head(replace(replayed, checksum=checksum(data.data))))
-            out.flush()
+            whole[: len(head)] = np.frombuffer(
+                write_head(replace(replayed, checksum=checksum(data.data))), np.uint8
+            )
+            whole.flush()
             os.fsync(out.fileno())
         unfinished.replace(file)
     except BaseException:

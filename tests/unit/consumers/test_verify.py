@@ -13,7 +13,7 @@ from kvlog.checksums import checksum
 from kvlog.ids import Shard
 from kvlog.records import Codec, Delta
 from kvlog.wire.message import encode
-from tests.unit.consumers.written_log import IDENTITY, WrittenLog, flip_byte, home_of, kvlog
+from tests.unit.consumers.written_log import IDENTITY, WrittenLog, kvlog
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 TOKENS = [11, 12, 13, 14]
 
 
-async def two_sessions(directory: Path) -> list[Offset]:
+FLIPPED = 3
+"""In `two_sessions`, the second delta of `s`."""
+
+
+async def two_sessions(directory: Path, flips: dict[int, int] | None = None) -> list[Offset]:
     """Two sessions in two partitions, one of them taken over. Returns: offsets of the first turn of `s`."""
-    log = await WrittenLog.make(directory)
+    log = await WrittenLog.make(directory, flips)
     await log.claim("s")
     offsets = await log.turn("s", TOKENS)
     await log.claim("s", "b")
@@ -61,8 +65,7 @@ def test_verify_of_one_session_reads_its_records_only(tmp_path: Path, session: s
 )
 def test_verify_of_a_flipped_byte_is_broken(tmp_path: Path, at: int, problem: str) -> None:
     """A byte of the rows, of the chain and of the header: the record is named."""
-    offset = asyncio.run(two_sessions(tmp_path))[2]
-    flip_byte(tmp_path, home_of("s"), offset, at=at)
+    offset = asyncio.run(two_sessions(tmp_path, {FLIPPED: at}))[2]
     for arguments in (["verify"], ["verify", "s"]):
         code, said = kvlog(*arguments, "--log", tmp_path)
         assert 1 == code
@@ -75,31 +78,22 @@ def test_verify_of_a_flipped_byte_is_broken(tmp_path: Path, at: int, problem: st
 
 def test_verify_of_another_session_is_whole_beside_a_broken_one(tmp_path: Path) -> None:
     """What is broken is one session, not the log."""
-    offset = asyncio.run(two_sessions(tmp_path))[2]
-    flip_byte(tmp_path, home_of("s"), offset, at=-1)
+    asyncio.run(two_sessions(tmp_path, {FLIPPED: -1}))
     assert 0 == kvlog("verify", "other", "--log", tmp_path)[0]
 
 
 def test_verify_of_a_healed_session_still_finds_the_record(tmp_path: Path) -> None:
     """A damaged record stays a finding for as long as the log holds it; that it was healed is said."""
 
-    async def write() -> Offset:
-        log = await WrittenLog.make(tmp_path)
+    async def write() -> None:
+        log = await WrittenLog.make(tmp_path, {FLIPPED: -1})
         await log.claim("s")
-        offsets = await log.turn("s", TOKENS)
-        await log.close()
-        return offsets[3]
-
-    offset = asyncio.run(write())
-    flip_byte(tmp_path, home_of("s"), offset, at=-1)
-
-    async def heal() -> None:
-        log = await WrittenLog.make(tmp_path)
+        await log.turn("s", TOKENS)
         await log.claim("s", "b")
         await log.turn("s", TOKENS, "b")
         await log.close()
 
-    asyncio.run(heal())
+    asyncio.run(write())
     code, said = kvlog("verify", "s", "--log", tmp_path)
     assert (1, 1, 1) == (code, said["healed"], said["damaged"])
     assert {"whole": 1, "ended": 0, "broken": 0, "truncated": 0} == said["sessions"]
@@ -216,8 +210,7 @@ def test_verify_of_several_shards_is_whole(tmp_path: Path) -> None:
 
 def test_verify_for_a_person_names_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The terminal shows the verdict, and each damaged record."""
-    offset = asyncio.run(two_sessions(tmp_path))[2]
-    flip_byte(tmp_path, home_of("s"), offset, at=-1)
+    asyncio.run(two_sessions(tmp_path, {FLIPPED: -1}))
     assert 1 == main(["verify", "--log", str(tmp_path)])
     shown = capsys.readouterr().out
     assert "broken: see `kvlog show SESSION`" in shown

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import sqlite3
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,6 @@ __all__ = [
     "LAYOUT",
     "PARTITIONS",
     "WrittenLog",
-    "flip_byte",
     "home_of",
     "kvlog",
     "rows_of",
@@ -78,18 +76,28 @@ def rows_of(start: int, tokens: Sequence[int], shard: int = 0, layout: Layout = 
 
 @dataclass
 class WrittenLog:
-    """A log in a directory, and one honest writer for each node and session of it."""
+    """A log in a directory, and one honest writer for each node and session of it.
+
+    Args:
+        log: open.
+        writer: of the log.
+        flips: number of an appended message, from 0, and the byte of it that is flipped on its way to the log.
+        primaries: by session and node.
+        appended: messages so far.
+    """
 
     log: LocalLog
     writer: LogWriter
+    flips: dict[int, int] = field(default_factory=dict)
     primaries: dict[str, PrimaryCore] = field(default_factory=dict)
+    appended: int = 0
 
     @classmethod
-    async def make(cls, directory: Path) -> WrittenLog:
-        """Makes an empty log."""
+    async def make(cls, directory: Path, flips: dict[int, int] | None = None) -> WrittenLog:
+        """Makes a log, or goes on with it."""
         log = LocalLog(directory, LocalLogOptions(partitions=PARTITIONS, retention_seconds=None))
         await log.open()
-        return cls(log, await log.writer())
+        return cls(log, await log.writer(), flips or {})
 
     def home(self, session: str) -> Partition:
         """The partition of a session."""
@@ -188,22 +196,17 @@ class WrittenLog:
 
     async def put(self, session: str, value: bytes, *, kind: int = 0, epoch: int = 0) -> Offset:
         """Appends any bytes under a session's key."""
+        if self.appended in self.flips:
+            changed = bytearray(value)
+            changed[self.flips[self.appended]] ^= 0xFF
+            value = bytes(changed)
+        self.appended += 1
         request = AppendRequest(self.home(session), session.encode(), value, kind, epoch)
         return await (await self.writer.append(request))
 
     async def close(self) -> None:
         """Closes it; the directory stays."""
         await self.log.close()
-
-
-def flip_byte(directory: Path, partition: Partition, offset: Offset, *, at: int) -> None:
-    """Flips the bits of one byte of one message where it lies on the disk."""
-    with contextlib.closing(sqlite3.connect(directory / "log.db")) as connection, connection:
-        key = partition << 48 | offset
-        (value,) = connection.execute("SELECT value FROM messages WHERE id = ?", (key,)).fetchone()
-        changed = bytearray(value)
-        changed[at] ^= 0xFF
-        connection.execute("UPDATE messages SET value = ? WHERE id = ?", (bytes(changed), key))
 
 
 def kvlog(*arguments: object) -> tuple[int, dict[str, object]]:
