@@ -7,7 +7,7 @@
 
 What it promises: an acknowledged append survives kill -9 of every process (power loss: see local_store.Synchronous);
 offsets have no holes; readers in other processes see a commit within milliseconds. What it does not: several machines.
-A writer that is stopped (SIGSTOP) in the middle of a transaction (0.3 ms) or a checkpoint (some 30 ms every 4 MiB)
+A writer that is stopped (SIGSTOP) in the middle of a transaction (0.3 ms) or a checkpoint (some 50 ms every 8 MiB)
 keeps the others from writing until it goes on or dies; `write_lock_holder` names it.
 """
 
