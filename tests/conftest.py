@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-pytest_plugins = ["tests.kafka.plugin"]
+pytest_plugins = ["pytester", "tests.kafka.plugin"]

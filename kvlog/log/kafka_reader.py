@@ -47,6 +47,9 @@ _PAUSE_SECONDS = 0.1
 """After a fetch that brought an error, and between looks at who leads."""
 
 _EPOCH_UNKNOWN = -1
+_RECORDS = 7
+"""Where a fetched partition's row has its records."""
+
 _CLOSE_SECONDS = 1.0
 
 
@@ -295,6 +298,7 @@ class KafkaReader:
             partition_bytes_max=max(self._options.fetch_partition_bytes, self._topic.message_bytes_max),
             wait_ms=int(self._options.fetch_wait_seconds * 1000),
         )
+        began = asyncio.get_running_loop().time()
         try:
             response = await self._link.send(node, request)
         except KvlogError as error:
@@ -310,6 +314,15 @@ class KafkaReader:
                 self._pause(one.place, self._unavailable(one.place.partition, response.error_code))
             else:
                 await self._digest(one, row)
+        if not any(row[_RECORDS] for row in rows.values()):
+            self._rest(asked, began)
+
+    def _rest(self, asked: list[_Asked], began: float) -> None:
+        """A broker that answers with nothing at once, though it should wait for data, must not keep us spinning."""
+        now = asyncio.get_running_loop().time()
+        if now - began < self._options.fetch_wait_seconds / 2:
+            for one in asked:
+                one.place.not_before = max(one.place.not_before, now + self._options.fetch_wait_seconds / 2)
 
     def _is_current(self, asked: _Asked) -> bool:
         """Whether nobody has moved the place since the fetch was sent."""

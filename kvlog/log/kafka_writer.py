@@ -43,6 +43,9 @@ _PAUSE_SECONDS = 0.05
 _PAUSE_SECONDS_MAX = 1.0
 """Between tries: short, because a new leader is elected in tens of milliseconds; at most a second in a long outage."""
 
+_LOOK_SECONDS = 30.0
+"""Between looks while all is well: partitions that an operator added must not stay unnoticed (P never changes)."""
+
 _NEVER_TIMES_OUT_MS = (1 << 31) - 1
 _CLOSE_SECONDS = 1.0
 _NO_ANSWER = (int(Code.NETWORK_EXCEPTION), -1)
@@ -65,6 +68,7 @@ class KafkaWriter:
         self._trouble: KvlogError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking = False
+        self._looked_at = 0.0
         self._pump_due: asyncio.TimerHandle | asyncio.Handle | None = None
         self._closed = False
 
@@ -194,6 +198,8 @@ class KafkaWriter:
         if self._closed or self._producer is None:
             return
         now = asyncio.get_running_loop().time()
+        if now - self._looked_at > _LOOK_SECONDS:
+            self._look_soon()
         ready: dict[int, list[Lane]] = {}
         for lane in self._lanes.values():
             if not lane.waiting or lane.flying is not None:
@@ -336,6 +342,7 @@ class KafkaWriter:
 
     async def _look(self) -> None:
         """See who leads the partitions, and whether the topic is still the one we know."""
+        self._looked_at = asyncio.get_running_loop().time()
         seen = await self._link.describe(self._topic.name)
         if seen is None:
             self._leaders = {}

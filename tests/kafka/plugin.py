@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvlog.log.kafka import KafkaLog
-from kvlog.log.kafka_options import KafkaOptions
-from kvlog.log.topics import RecordsWanted
 from tests.kafka.broker import BrokerFailed
 from tests.kafka.choice import CLUSTER_VARIABLE, HOME_VARIABLE, Choice, WrongSetting, choose
 
@@ -18,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
+    from kvlog.log.kafka import KafkaLog
     from tests.kafka.broker import Cluster
 
 CHOICE = pytest.StashKey[Choice]()
@@ -128,6 +126,10 @@ def kafka_prefix() -> str:
 @pytest.fixture
 async def kafka_log(kafka_broker: str, kafka_prefix: str) -> AsyncIterator[KafkaLog]:
     """An open log of three partitions on the shared broker."""
+    from kvlog.log.kafka import KafkaLog
+    from kvlog.log.kafka_options import KafkaOptions
+    from kvlog.log.topics import RecordsWanted
+
     log = KafkaLog(
         KafkaOptions(
             bootstrap=kafka_broker,
