@@ -65,8 +65,8 @@ _LOCK_POLL_SECONDS = 0.2
 _PIP_SECONDS = 300.0
 """93 MB."""
 
-_CONVERT_SECONDS = 300.0
-"""18 s on two idle cores."""
+_CONVERT_SECONDS = 600.0
+"""18 s on two idle cores, three minutes seen on two busy ones."""
 
 _HUB_SECONDS = 600.0
 """270 MB; the child gives up by itself after 8 s if the hub does not answer."""
@@ -120,7 +120,7 @@ def ensure_model(
         case "small":
             return _small(cache, _SOURCES, progress)
         case "random":
-            return _kept(cache, _RANDOM, (_RANDOM_SOURCE,), progress)
+            return _random_model(cache, progress)
         case _:
             return _local(Path(choice).expanduser())
 
@@ -137,12 +137,20 @@ def _small(cache: Path, sources: Sequence[_Source], progress: Progress) -> Model
     try:
         return _kept(cache, _SMALL, sources, progress)
     except _SourceFailed as failed:
-        random = _kept(cache, _RANDOM, (_RANDOM_SOURCE,), progress)
+        random = _random_model(cache, progress)
         warning = (
             "The trained model could not be had, so this is a model with random weights: its answers are noise, though "
             f"everything else is real. What was tried: {failed}."
         )
         return ModelFolder(random.path, random.source, warning)
+
+
+def _random_model(cache: Path, progress: Progress) -> ModelFolder:
+    try:
+        return _kept(cache, _RANDOM, (_RANDOM_SOURCE,), progress)
+    except _SourceFailed as failed:
+        fix = "install kvlog[transformers] into this environment"
+        raise ConfigError(setting="model", problem=f"not even a random model: {failed}", fix=fix) from failed
 
 
 def _kept(cache: Path, name: str, sources: Sequence[_Source], progress: Progress) -> ModelFolder:
@@ -213,6 +221,7 @@ def _build(folder: Path, sources: Sequence[_Source], progress: Progress) -> Mode
             reasons.append(f"{source.label}: {failed}")
             continue
         (partial / _NOTE).write_text(json.dumps({"source": source.source}))
+        shutil.rmtree(folder, ignore_errors=True)  # without its note it is not whole
         partial.rename(folder)
         return ModelFolder(folder, source.source)
     shutil.rmtree(partial, ignore_errors=True)
@@ -327,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         model = ensure_model(options.model, cache_folder=options.cache, progress=_tell)
-    except (ConfigError, _SourceFailed) as error:
+    except ConfigError as error:
         _tell(f"error: {error}")
         return 1
     if model.warning:

@@ -128,12 +128,12 @@ class ReplicatedCache:
         return np.frombuffer(data, self._words.dtype).reshape(-1, layers, planes, heads, words)
 
     def _make_room(self, positions: int) -> None:
-        if positions <= self._capacity:
-            return
         if positions > self._positions_max:
             raise LocalProtocolError(
                 positions=positions, positions_max=self._positions_max, send="fewer tokens"
             )
+        if positions <= self._capacity:
+            return
         wanted = min(max(positions, 2 * self._capacity, _POSITIONS_FIRST), self._positions_max)
         capacity = -(-wanted // _POSITIONS_STEP) * _POSITIONS_STEP
         store = _empty(self._layout, capacity)
