@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -72,8 +72,9 @@ class NodeLag:
 
     @property
     def lag(self) -> Lag:
-        """Over all its partitions."""
-        return total(one.lag for one in self.behind)
+        """Over all its partitions; an age that is not known for one of them is not known."""
+        lag = total(one.lag for one in self.behind)
+        return replace(lag, seconds=None) if any(one.lag.seconds is None for one in self.behind) else lag
 
 
 @dataclass(frozen=True, slots=True)
