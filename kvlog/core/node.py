@@ -50,8 +50,9 @@ from kvlog.core.primary import PrimaryCore, Tenure
 from kvlog.core.session import Standing
 from kvlog.core.standby import StandbyCore
 from kvlog.core.takeover import Claimant, Phase, TakeOver
+from kvlog.core.verdicts import Verdict
 from kvlog.ids import Turn
-from kvlog.records import Claim
+from kvlog.records import Claim, Delta, End, Truncate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -123,7 +124,7 @@ class NodeCore:
 
     def is_drained(self) -> bool:
         """Whether everything that was sent has been folded."""
-        return all(p.is_drained(self._state(p.session)) for p in self._primaries.values())
+        return all(p.is_drained(self.state(p.session)) for p in self._primaries.values())
 
     def step(self, happened: Input) -> tuple[Effect, ...]:
         """What is to be done now that this has happened, in this order."""
@@ -149,7 +150,8 @@ class NodeCore:
                 self._note(happened)
                 return ()
             case UnreadableRead() | HoleRead() | LogReplacedRead():
-                effects = self._react(self._disturbed(happened), None) + self._claims_unseen(happened)
+                disturbed = self._partitions[happened.partition].disturbed(happened)
+                effects = self._react(disturbed, None) + self._claims_unseen(happened)
                 return effects + self._caught_up(happened.partition) if self._catching_up else effects
             case _:
                 assert_never(happened)
@@ -192,18 +194,6 @@ class NodeCore:
         core = self._partitions[happened.partition]
         effects = self._react(core.read(happened.offset, happened.entry), happened.entry.record.session)
         return effects + self._caught_up(happened.partition) if self._catching_up else effects
-
-    def _disturbed(self, happened: UnreadableRead | HoleRead | LogReplacedRead) -> tuple[ReadEffect, ...]:
-        core = self._partitions[happened.partition]
-        match happened:
-            case UnreadableRead():
-                return core.unreadable(happened.offset, happened.key)
-            case HoleRead():
-                return core.hole(happened.offset)
-            case LogReplacedRead():
-                return core.replaced(happened.offset)
-            case _:
-                assert_never(happened)
 
     def _claims_unseen(self, happened: UnreadableRead | HoleRead | LogReplacedRead) -> tuple[Effect, ...]:
         """A claim of ours may have stood where nothing could be read: it would be waited for in vain."""
@@ -257,7 +247,7 @@ class NodeCore:
         return primary.rows(rows)
 
     def _end_session(self, happened: EndSession) -> tuple[Effect, ...]:
-        primary, state = self._primaries.get(happened.session), self._state(happened.session)
+        primary, state = self._primaries.get(happened.session), self.state(happened.session)
         if (primary is not None and primary.ended) or (
             state is not None and state.standing is Standing.ENDED
         ):
@@ -335,7 +325,8 @@ class NodeCore:
 
     # Private
 
-    def _state(self, session: SessionId) -> SessionState | None:
+    def state(self, session: SessionId) -> SessionState | None:
+        """The session as folded; to be read only. None if this node knows nothing of it."""
         core = self._partitions.get(self._self.partition_of(session))
         return core.session(session) if core else None
 
@@ -356,6 +347,9 @@ class NodeCore:
             session, self._self.partition_of(session), claimant, self._self.header_bytes, self._limits
         )
         self._takeovers[session] = takeover
+        self._catching_up.pop(
+            session, None
+        )  # a watermark for an older one says nothing of what was claimed since
         return takeover.start()
 
     def _begin(self, primary: PrimaryCore, asked: OpenTurn) -> TurnOpened:
@@ -363,7 +357,7 @@ class NodeCore:
         self._turns += 1
         log_from = primary.begin(turn, asked.tokens, asked.context)
         self._sessions[turn] = asked.session
-        state = self._state(asked.session)
+        state = self.state(asked.session)
         usable = state.usable(asked.tokens, asked.context, asked.identity) if state else log_from
         return TurnOpened(asked.request, asked.session, turn, primary.claim.epoch, usable, log_from)
 
@@ -380,14 +374,23 @@ class NodeCore:
                     out.extend(self._lost_here(effect.session, Tenure.DROPPED, TurnEndReason.DROPPED))
                 case RecordRefused(record=Claim() as claim):
                     out.extend(self._claim_refused(claim))
+                case RecordRefused(record=Delta() | Truncate() | End() as record):
+                    out.extend(self._own_refused(record, effect.judgement.verdict))
                 case SessionEnded():
                     self._ended(effect.session)
                 case _:
                     pass
         if session is not None and (primary := self._primaries.get(session)) is not None:
-            state = self._state(session)
+            state = self.state(session)
             out.extend(primary.folded(state) if state else ())
         return tuple(out)
+
+    def _own_refused(self, record: Delta | Truncate | End, verdict: Verdict) -> tuple[Effect, ...]:
+        """Our own record cannot be judged even by us: the one that would have rooted the session is not in the log."""
+        primary = self._primaries.get(record.session)
+        if verdict is not Verdict.UNKNOWN or primary is None or primary.claim.epoch != record.epoch:
+            return ()
+        return self._lose(primary, Tenure.REFUSED, TurnEndReason.REFUSED)
 
     def _ended(self, session: SessionId) -> None:
         """Only a new claim can write it again: there is nothing left to own."""
@@ -397,7 +400,7 @@ class NodeCore:
 
     def _newer_owner(self, asked: OpenTurn) -> Epoch | None:
         """The epoch by which a request that goes on has been fenced, as far as was read."""
-        state = self._state(asked.session) if asked.continues else None
+        state = self.state(asked.session) if asked.continues else None
         if state is None:
             return None
         rival = state.rival_epoch if state.writer == self._self.writer else state.epoch
@@ -422,7 +425,7 @@ class NodeCore:
 
     def _won(self, claim: Claim) -> tuple[Effect, ...]:
         session = claim.session
-        state = self._state(session)
+        state = self.state(session)
         assert state is not None, "a claim that was folded has a state"
         partition = self._self.partition_of(session)
         primary = PrimaryCore.from_claim(
@@ -438,7 +441,7 @@ class NodeCore:
         takeover = self._takeovers.get(claim.session)
         if takeover is None:
             return ()
-        state = self._state(claim.session)
+        state = self.state(claim.session)
         return self._settled(claim.session, takeover, takeover.refused(claim, state.epoch if state else None))
 
     def _settled(

@@ -191,6 +191,11 @@ class SessionState:
         wanted = array("I", tokens)
         return Position(min(shard.usable(wanted, context, identity) for shard in self.shards))
 
+    def differs(self, identity: Identity) -> tuple[str, object, object] | None:
+        """Why an engine of this identity cannot use the session's bytes: field, theirs, the engine's; None if it can."""
+        runs = self.shards[0].runs if self.shards else []
+        return runs[0].identity.difference(identity) if runs else None
+
     def clone(self) -> SessionState:
         """An independent copy, for projecting records that are not folded yet."""
         return SessionState(
@@ -211,6 +216,14 @@ class SessionState:
         """A record of the owner was refused for good: keep what was folded, trust nothing more of this epoch."""
         self.standing = Standing.BROKEN
         self.healable = False
+
+    def pass_by(self, seq: Seq) -> None:
+        """The owner's record cannot be folded for want of history: no record before it can root this reader any more.
+
+        Who has the history broke at a record that came before its seq 0; without this, one who has none would be rooted
+        by that seq 0, and the two would differ at one offset.
+        """
+        self.next_seq = Seq(seq + 1)
 
     @classmethod
     def from_claim(cls, claim: Claim, header: bytes, offset: Offset) -> SessionState:

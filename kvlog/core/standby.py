@@ -6,14 +6,15 @@ session is read again first, a bounded number of times: the core then asks for a
 offsets from there on, and lets only the sessions in question look at offsets that were folded before.
 
 INV-HOLE: an offset that was not fed drops every session of the partition, since any of them may have been claimed in
-it. INV-REFUSED: a refused record leaves every state unchanged, except that the owner's own misfit breaks its session.
+it. INV-REFUSED: a refused record leaves every state unchanged, except that the owner's own misfit breaks its session,
+and that a reader without history notes how far the owner has got (SessionState.pass_by).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from kvlog.core.effects import (
     CutRows,
@@ -28,6 +29,7 @@ from kvlog.core.effects import (
     SessionHealed,
     StoreRows,
 )
+from kvlog.core.inputs import HoleRead, LogReplacedRead, UnreadableRead
 from kvlog.core.session import SessionState, Standing, fold, judge, judge_claim_without_state
 from kvlog.core.verdicts import Judgement, Verdict, Why
 from kvlog.ids import Offset, Position
@@ -167,6 +169,18 @@ class StandbyCore:
         )
         return (*jumped, refused, *dropped, *self._passed(offset))
 
+    def disturbed(self, happened: UnreadableRead | HoleRead | LogReplacedRead) -> tuple[ReadEffect, ...]:
+        """Feed what is no record."""
+        match happened:
+            case UnreadableRead():
+                return self.unreadable(happened.offset, happened.key)
+            case HoleRead():
+                return self.hole(happened.offset)
+            case LogReplacedRead():
+                return self.replaced(happened.offset)
+            case _:
+                assert_never(happened)
+
     def hole(self, offset: Offset) -> tuple[ReadEffect, ...]:
         """The reader could not go on where it was, and continues at `offset`, further on or further back."""
         self._position = self._frontier = offset
@@ -203,6 +217,8 @@ class StandbyCore:
             return self._admitted(state, offset, entry)
         if judgement.verdict in _BREAKING and not self._is_broken_for_good(state):
             return self._doubted(state, offset, entry, judgement)
+        if judgement.why is Why.NO_ROOT and isinstance(record, Delta | Truncate | End):
+            state.pass_by(record.seq)
         if offset < self._frontier:
             return ()  # read again for another record's sake, and counted at the first time
         return (RecordRefused(offset, record, judgement),)
