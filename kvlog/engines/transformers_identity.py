@@ -86,7 +86,7 @@ def _weight_files(folder: Path) -> list[str]:
     if index.exists():
         try:
             return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _bad(folder, f"{index.name} cannot be read: {error}") from error
     if not (folder / "model.safetensors").is_file():
         raise _bad(folder, "it has no model.safetensors")
@@ -119,6 +119,8 @@ def _tensors(header: bytes) -> Iterator[Mapping[str, list[int]]]:
 
 def _samples(file: BinaryIO, data: int, offsets: list[int]) -> Iterator[bytes]:
     begin, end = offsets
+    if not 0 <= begin <= end:
+        raise ValueError(f"a tensor from {begin} to {end}")
     length = min(_SAMPLE_BYTES, end - begin)
     for start in (begin, (begin + end - length) // 2, end - length):
         file.seek(data + start)
