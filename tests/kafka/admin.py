@@ -51,6 +51,12 @@ class Admin:
         """Tells whether there is such a topic."""
         return await self._link.describe(topic) is not None
 
+    async def leader(self, topic: str, partition: int) -> int:
+        """Finds the broker that leads a partition."""
+        seen = await self._link.describe(topic)
+        assert seen is not None
+        return seen.leaders[partition]
+
     async def partitions(self, topic: str) -> int:
         """Counts a topic's partitions."""
         seen = await self._link.describe(topic)

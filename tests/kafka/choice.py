@@ -46,13 +46,13 @@ class Choice:
     Args:
         said: One line for the test header.
         cluster: Address of a cluster that is there; None: start one.
-        make: Makes a cluster in a folder, not started; None: no broker of our own can be had.
+        make: Makes a cluster of so many brokers in a folder, not started; None: no broker of our own can be had.
         is_asked_for: One of the variables is set, so a skipped test is a failed run.
     """
 
     said: str
     cluster: str | None
-    make: Callable[[Path], Cluster] | None
+    make: Callable[[Path, int], Cluster] | None
     is_asked_for: bool
 
     @property
@@ -86,7 +86,7 @@ def choose(environment: Mapping[str, str] = os.environ) -> Choice:
     return Choice(said, None, make, is_asked_for=bool(environment.get(HOME_VARIABLE)))
 
 
-def _own(environment: Mapping[str, str]) -> tuple[Callable[[Path], Cluster] | None, str]:
+def _own(environment: Mapping[str, str]) -> tuple[Callable[[Path, int], Cluster] | None, str]:
     home = environment.get(HOME_VARIABLE)
     java = java_version()
     if home:
@@ -104,14 +104,14 @@ def _own(environment: Mapping[str, str]) -> tuple[Callable[[Path], Cluster] | No
         return None, f"none: no {HOME_VARIABLE}; {no_engine}; no Maven with Java {JAVA_MIN}"
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvlog-tests" / "kafka-4.3.1"
 
-    def make(folder: Path) -> Cluster:
-        return JarCluster(folder, JarTools(_fetched(maven, cache)))
+    def make(folder: Path, brokers: int) -> Cluster:
+        return JarCluster(folder, JarTools(_fetched(maven, cache)), brokers)
 
     return make, f"Maven's jars, fetched into {cache} (Java {java})"
 
 
-def _from(jars: Path) -> Callable[[Path], Cluster]:
-    return lambda folder: JarCluster(folder, JarTools(jars))
+def _from(jars: Path) -> Callable[[Path, int], Cluster]:
+    return lambda folder, brokers: JarCluster(folder, JarTools(jars), brokers)
 
 
 def _fetched(maven: str, cache: Path) -> Path:

@@ -105,7 +105,9 @@ class ContainerBroker:
 class ContainerCluster:
     """A cluster of one broker in a container."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, brokers: int) -> None:
+        if brokers > 1:
+            raise BrokerFailed("one broker a container is all that is written")
         from testcontainers.core.container import DockerContainer
 
         folder.mkdir(parents=True, exist_ok=True)

@@ -71,11 +71,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     )
 
 
-def _started(choice: Choice, folder: Callable[[str], Path], name: str) -> Iterator[Cluster]:
+def _started(choice: Choice, folder: Callable[[str], Path], name: str, brokers: int = 1) -> Iterator[Cluster]:
     if choice.make is None:
         pytest.skip(f"no Kafka broker of our own: {choice.said}")
     try:
-        cluster = choice.make(folder(name))
+        cluster = choice.make(folder(name), brokers)
     except BrokerFailed as error:
         if choice.is_asked_for:
             raise
@@ -115,6 +115,12 @@ def fragile_kafka(kafka_started: Cluster) -> Iterator[Cluster]:
     yield kafka_started
     for broker in kafka_started.brokers:
         broker.restore()
+
+
+@pytest.fixture
+def three_brokers(pytestconfig: pytest.Config, tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster of three brokers for one test."""
+    yield from _started(pytestconfig.stash[CHOICE], lambda _: tmp_path, "three", brokers=3)
 
 
 @pytest.fixture
