@@ -160,10 +160,10 @@ def _kept(cache: Path, name: str, sources: Sequence[_Source], progress: Progress
         ConfigError: the cache folder cannot be written or is full.
     """
     folder = cache / "models" / name
-    found = _read_note(folder)
-    if found is not None:
-        return found
     try:
+        found = _read_note(folder)
+        if found is not None:
+            return found
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(f".{name}.lock"), progress):
             return _read_note(folder) or _build(folder, sources, progress)

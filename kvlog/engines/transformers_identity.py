@@ -114,6 +114,8 @@ def _header(file: BinaryIO, size: int) -> bytes:
 
 def _tensors(header: bytes) -> Iterator[Mapping[str, list[int]]]:
     described = json.loads(header)
+    if not isinstance(described, dict):
+        raise TypeError("a header that is not an object")
     return (described[name] for name in sorted(described) if name != "__metadata__")
 
 
