@@ -116,6 +116,40 @@ def test_ring_full_says_so_at_once_and_takes_more_after_release(memory):
     put(writer, [row()], [9], bytes(880))
 
 
+def test_ring_room_for_the_entry_but_not_for_its_pad_is_full(memory):
+    """An entry that goes to the beginning needs the rest of the ring too, or it would cover what is unread."""
+    writer, reader = RingWriter(memory), RingReader(memory)
+    put(writer, [row()], [1], bytes(1400))
+    put(writer, [row()], [2], bytes(1400))
+    assert reader.peek()
+    reader.release()
+    assert writer.bytes_free == 4096 - 1536
+    with pytest.raises(RingFull):
+        writer.reserve([row()], [3], 1500)
+    entry = reader.peek()
+    assert entry is not None
+    assert entry.tokens.tolist() == [2]
+
+
+def test_ring_head_is_stored_after_everything_below_it(memory, monkeypatch):
+    """Whoever sees the new head sees a whole entry, pad included; there is no other store of it."""
+    writer, reader = RingWriter(memory), RingReader(memory)
+    real, seen = RingArea.store_head, []
+
+    def store_then_read(self: RingArea, head: int) -> None:
+        real(self, head)
+        entry = reader.peek()
+        assert entry is not None
+        seen.append(entry.tokens.tolist())
+        reader.release()
+
+    monkeypatch.setattr(RingArea, "store_head", store_then_read)
+    for n in range(6):
+        put(writer, [row()], [n], bytes(1500))
+    assert seen == [[n] for n in range(6)]
+    assert reader.counts.rereads == 0
+
+
 def test_ring_entry_larger_than_an_empty_ring_takes_names_the_most(memory):
     """Waiting would not help, so the field says how large an entry may be."""
     writer = RingWriter(memory)
