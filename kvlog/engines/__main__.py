@@ -90,7 +90,7 @@ def _model(args: argparse.Namespace) -> StepModel:
     from kvlog.engines.models import ensure_model  # noqa: PLC0415  # torch and transformers take seconds to import
     from kvlog.engines.transformers import TransformersModel  # noqa: PLC0415
 
-    folder = ensure_model(args.model)
+    folder = ensure_model(args.model, progress=lambda said: print(said, file=sys.stderr))
     if folder.warning:
         print(folder.warning, file=sys.stderr)
     return TransformersModel.load(folder.path, dtype=DType(args.dtype), threads=args.threads)
@@ -107,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     synthetic.add_argument("--weights", type=int, default=0, help="another number, another model (0)")
     transformers = engines.add_parser("transformers", help="a Hugging Face causal language model on the CPU")
-    transformers.add_argument("--model", help="its folder; without, a small trained model is fetched")
+    transformers.add_argument(
+        "--model", default="small", help="its folder, or small: a trained one is fetched, or random (small)"
+    )
     transformers.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="(float32)")
     transformers.add_argument(
         "--threads", type=int, default=1, help="of torch; fixed, so that numerics are (1)"

@@ -66,6 +66,7 @@ class EngineLink:
                 opened.append(attach(pool_fd, writable=False, bytes_min=welcome.pool_bytes))
             return cls(client, (opened[0], opened[1] if welcome.pool_bytes else None), doorbell)
         except DecodeError as error:
+            client.close()
             doorbell.close()
             for memory in opened:
                 memory.close()

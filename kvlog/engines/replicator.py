@@ -53,6 +53,9 @@ _SHORT_LIFE_SECONDS = 1.0
 _IDLE_SECONDS = 0.25
 """The replicator's thread looks at its turns at least so often; it is woken for everything that matters."""
 
+_JOIN_SECONDS = 5.0
+"""A link's threads end in milliseconds once its socket is shut; this is for a machine that stands still."""
+
 _RING_POLL_SECONDS = 0.002
 """A reader does not ring back, so who waits for room looks again: a few entries' time."""
 
@@ -90,6 +93,7 @@ class ReplicationCounts:
 
     steps: int = 0
     rows: int = 0
+    bytes: int = 0
     ring_full: int = 0
     hook_seconds: float = 0.0
     hook_seconds_max: float = 0.0
@@ -142,7 +146,8 @@ class Replicator:
         link = self._link
         if link is not None:
             link.client.close()
-        self._thread.join(self._options.client.connect_seconds + 1.0)
+        if self._thread.is_alive():
+            self._thread.join(self._options.client.connect_seconds + _JOIN_SECONDS)
 
     def open_turn(
         self,
@@ -225,6 +230,7 @@ class Replicator:
         budget = StepBudget(step_bytes, self._step)
         written = link.write(sources, self.row_bytes, self._shard, budget)
         self.counts.rows += written.rows
+        self.counts.bytes += written.rows * self.row_bytes
         self.counts.ring_full += written.full
         return written.rows
 
@@ -287,6 +293,10 @@ class Replicator:
             self._open_anew(link)
             self._wake.wait(_IDLE_SECONDS)
             self._wake.clear()
+        link.client.close()
+        link.client.join(
+            _JOIN_SECONDS
+        )  # an answer that is being read now would open a turn on a dead link for good
         self._link = None
         self._linked.clear()
         now = time.monotonic()

@@ -36,6 +36,9 @@ __all__ = ["EngineServer"]
 
 _RETRY_AFTER_SECONDS = 1
 
+_CLIENT_LEFT = 499
+"""nginx's word for it; nobody reads this answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Answering:
@@ -128,7 +131,7 @@ class EngineServer:
                 running.call_soon_threadsafe(events.put_nowait, told)
 
         session = JobSession(call.session or SessionId(request_id), call.session is not None, call.mode)
-        return _Answering(Job(generation, session, sink), events, shape)
+        return _Answering(Job(generation, session, sink, call.kv_digests), events, shape)
 
     async def _stream(self, answering: _Answering) -> AsyncIterator[bytes]:
         """Events until the end; a client that leaves cancels the job."""
@@ -153,15 +156,17 @@ class EngineServer:
             self._loop.cancel(answering.job)
 
     async def _whole(self, answering: _Answering, request: Request) -> Response:
-        collecting = asyncio.create_task(self._collect(answering))
-        leaving = asyncio.create_task(_disconnected(request))
         try:
-            await asyncio.wait([collecting, leaving], return_when=asyncio.FIRST_COMPLETED)
-            return collecting.result() if collecting.done() else Response(status_code=499)
+            async with asyncio.TaskGroup() as group:
+                collecting = group.create_task(self._collect(answering))
+                leaving = group.create_task(_disconnected(request))
+                await asyncio.wait([collecting, leaving], return_when=asyncio.FIRST_COMPLETED)
+                answer = collecting.result() if collecting.done() else Response(status_code=_CLIENT_LEFT)
+                collecting.cancel()
+                leaving.cancel()
+            return answer
         finally:
             self._loop.cancel(answering.job)
-            collecting.cancel()
-            leaving.cancel()
 
     async def _collect(self, answering: _Answering) -> Response:
         answer = WholeAnswer()

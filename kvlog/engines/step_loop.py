@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING
 
 from kvlog.engines.generation import NewToken
 from kvlog.engines.jobs import Failed, Finished, Job, RunningJob
+from kvlog.engines.kv_digests import digests_at
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvlog.engines.base import StepModel
     from kvlog.engines.replicator import Replicator
 
@@ -136,7 +139,11 @@ class StepLoop:
             session.session, generation.tokens, mode=session.mode, wait_seconds=self._options.wait_seconds
         )
         opened = time.monotonic()
-        attached = handle.load_into(cache)
+        try:
+            attached = handle.load_into(cache)
+        except BaseException:  # no memory for it: the turn must not stay open for a request that has failed
+            self._replicator.close_turn(handle, cache, generation.tokens)
+            raise
         return RunningJob(
             job,
             handle,
@@ -211,11 +218,18 @@ class StepLoop:
             job.sink(result)
         finish = result.finish if isinstance(result, NewToken) else None
         if finish is not None:
-            job.sink(Finished(finish, running.details()))
+            job.sink(Finished(finish, running.details(), self._digests(running)))
         over = finish is not None or isinstance(result, Failed) or job.cancelled
         if over:
             self._closers.submit(self._close, running)
         return over
+
+    def _digests(self, running: RunningJob) -> Mapping[int, list[str]] | None:
+        """Of a finished answer's cache, where its sender asked: what was attached, all of it, and what it named."""
+        cache, asked = running.cache, running.job.kv_digests
+        if asked is None:
+            return None
+        return digests_at(cache, self._model.identity.layout, (running.attached, cache.length, *asked))
 
     def _keep_pace(self, began: float) -> None:
         if self._options.steps_per_second > 0:

@@ -213,8 +213,8 @@ class LinkClient:
         reader = threading.Thread(target=self._read, args=(events,), name="kvlog-link-reader", daemon=True)
         sender = threading.Thread(target=self._send_all, name="kvlog-link-sender", daemon=True)
         self._threads = (reader, sender)
-        for thread in self._threads:
-            thread.start()
+        sender.start()
+        reader.start()  # last: when the link is dead already, the reader's end waits for the sender's
 
     def send(self, message: FromEngine) -> None:
         """Queue a message; dropped when the link has ended. A full queue ends the link.
@@ -266,6 +266,8 @@ class LinkClient:
             self._changed.notify_all()
         with contextlib.suppress(OSError):  # the other side was first
             self._connection.shutdown(socket.SHUT_RDWR)
+        if not self._threads:  # never started: nobody else closes it
+            self._connection.close()
 
     def join(self, timeout_seconds: float) -> None:
         """Wait for both threads after `close`, at most so long each."""

@@ -88,6 +88,7 @@ class Knobs:
     reject: Rejected | None = None
     answer_after: float = 0.0
     spoil_row: int | None = None
+    pool_bytes_said: int | None = None
 
 
 class FakeDaemon:
@@ -124,7 +125,7 @@ class FakeDaemon:
             bytes(16),
             NodeId("fake"),
             ring.size_bytes,
-            self._pool.size_bytes,
+            self.knobs.pool_bytes_said or self._pool.size_bytes,
             self.knobs.block_bytes,
             self.knobs.blocks,
             "cpu",
@@ -191,6 +192,11 @@ class FakeDaemon:
         """After `paused` was taken back."""
         for peer in tuple(self._engines):
             self.drain(peer)
+
+    def spoil_rings(self) -> None:
+        """Write nonsense where the reader's position is."""
+        for engine in self._engines.values():
+            engine.ring.view[256:264] = b"nonsense"
 
     def fence(self, session: str) -> None:
         """Another node takes a session."""

@@ -20,7 +20,7 @@ import uvicorn
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.server import EngineServer
 from kvlog.engines.step_loop import StepLoop, StepLoopOptions
-from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
+from kvlog.engines.synthetic import SyntheticCache, SyntheticModel, SyntheticOptions
 from kvlog.ids import Shard
 from kvlog.link.messages import UnloggedReason
 from tests.integration.fake_daemon import FakeDaemon, Knobs
@@ -353,6 +353,22 @@ def test_http_model_that_fails_costs_its_request_only(tmp_path, monkeypatch):
         response = served.client.post("/v1/completions", json={"prompt": [13], "max_tokens": 3})
         assert (500, "internal") == (response.status_code, response.json()["error"]["type"])
         assert complete(served.client, max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_http_attach_that_fails_leaves_no_turn_open(tmp_path, monkeypatch):
+    """Too little memory for an attach ends the request and its turn; the session is free for the next one."""
+    with FakeDaemon.running(tmp_path / "s") as running, serving(tmp_path / "s") as served:
+        complete(served.client, max_tokens=3, session="m")
+
+        def failing(self, rows):
+            raise MemoryError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(SyntheticCache, "load_rows", failing)
+            response = served.client.post("/v1/completions", json={"prompt": PROMPT, "session": "m"})
+            assert (500, "internal") == (response.status_code, response.json()["error"]["type"])
+        wait_for(lambda: len(running.daemon.turns) == 2 and running.daemon.turns[2].closed_at is not None)
+        wait_for(lambda: served.loop.active == 0)
 
 
 @contextmanager

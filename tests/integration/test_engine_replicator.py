@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,7 +22,6 @@ from tests.integration.fake_daemon import FakeDaemon, Knobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kvlog.engines.turns import TurnHandle
 
@@ -355,6 +355,33 @@ def test_replicator_rejected_engine_says_why(tmp_path):
     with FakeDaemon.running(tmp_path / "s", knobs), replicating(tmp_path / "s") as replicator:
         wait_for(lambda: "Serve the same weights." in replicator.counts.refusal)
         assert not replicator.connected
+
+
+def test_replicator_memory_that_is_not_as_the_welcome_says_is_refused(tmp_path):
+    """Shared memory is checked before it is touched; descriptors of refused links do not pile up."""
+    with (
+        FakeDaemon.running(tmp_path / "s", Knobs(pool_bytes_said=1 << 40)),
+        replicating(tmp_path / "s") as replicator,
+    ):
+        wait_for(lambda: "memory is refused" in replicator.counts.refusal)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        time.sleep(0.5)
+        assert not replicator.connected
+        assert len(list(Path("/proc/self/fd").iterdir())) < before + 10
+
+
+def test_replicator_ring_that_is_spoilt_closes_the_link_and_gets_a_new_one(tmp_path):
+    """A ring whose other side holds nonsense is given up, and the turn goes on over the next one."""
+    with linked(tmp_path / "s") as (running, replicator):
+        engine = Engine(replicator)
+        engine.step(5)
+        assert_logged(running.daemon, engine)
+        running.call(running.daemon.spoil_rings)
+        engine.step(1)
+        wait_for(lambda: replicator.counts.connects == 2 and engine.handle.logged)
+        engine.step(5)
+        assert_logged(running.daemon, engine)
+        engine.close()
 
 
 def test_replicator_tokens_beyond_a_session_stay_unlogged(tmp_path):

@@ -340,6 +340,19 @@ def test_link_daemon_that_falls_silent_is_given_up(tmp_path):
         assert "silent" in str(events.cause)
 
 
+def test_link_that_ended_before_it_was_started_still_tells_its_end(tmp_path):
+    """A daemon may die between the welcome and the first read."""
+    with running(tmp_path / "s") as daemon:
+        client = connect(tmp_path / "s", HELLO, ClientOptions())
+        daemon.stop()
+        events = Events()
+        client.start(events)
+        assert events.ended.wait(SECONDS)
+        client.join(SECONDS)
+        for fd in client.fds:
+            os.close(fd)
+
+
 def test_link_daemon_that_ends_fails_open_questions(tmp_path):
     """Nobody waits for an answer that cannot come."""
     with running(tmp_path / "s") as daemon, linked(tmp_path / "s") as (client, events):
