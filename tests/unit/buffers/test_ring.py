@@ -10,7 +10,7 @@ import pytest
 
 from kvlog.buffers.doorbell import Doorbell, create_doorbell
 from kvlog.buffers.ring import RingReader, RingWriter, TableRow, create_ring
-from kvlog.buffers.ring_layout import PAD_MAGIC, EntryHeader, EntrySizes, RingArea
+from kvlog.buffers.ring_layout import ENTRY_MAGIC, NO_SIZES, PAD_MAGIC, EntryHeader, EntrySizes, RingArea
 from kvlog.errors import DecodeError, RingFull, RowTooLarge
 from kvlog.ids import Epoch, Position, Shard, Turn
 
@@ -321,11 +321,9 @@ def test_ring_tail_that_is_unaligned_is_refused_by_a_new_reader(memory, unaligne
         EntryHeader(PAD_MAGIC, 0, 0, 64, EntrySizes.of(0, 0, 0)),
         EntryHeader(PAD_MAGIC, 0, 0, 4096, EntrySizes.of(0, 0, 0)),
         EntryHeader(12345, 0, 0, 128, EntrySizes.of(1, 0, 0)),
-        EntryHeader(int.from_bytes(b"KVRE", "little"), 0, 0, 128, EntrySizes.of(1, 1, 0)),
-        EntryHeader(int.from_bytes(b"KVRE", "little"), 0, 0, 128, EntrySizes.of(0, 1, 0)),
-        EntryHeader(
-            int.from_bytes(b"KVRE", "little"), 0, 0, 64, EntrySizes.of(2**32 - 1, 2**32 - 1, 2**32 - 1)
-        ),
+        EntryHeader(ENTRY_MAGIC, 0, 0, 128, EntrySizes.of(1, 1, 0)),
+        EntryHeader(ENTRY_MAGIC, 0, 0, 128, EntrySizes.of(0, 1, 0)),
+        EntryHeader(ENTRY_MAGIC, 0, 0, 64, EntrySizes.of(2**32 - 1, 2**32 - 1, 2**32 - 1)),
     ],
 )
 def test_ring_entry_with_a_right_checksum_and_impossible_sizes_is_refused(memory, header: EntryHeader):
@@ -338,6 +336,24 @@ def test_ring_entry_with_a_right_checksum_and_impossible_sizes_is_refused(memory
         memory.view[4096 : 4096 + len(fields)] = fields
     area.store_head(4096 if header.entry_bytes == 4096 else 128)
     with pytest.raises(DecodeError):
+        RingReader(memory).peek()
+
+
+def test_ring_entry_that_reaches_beyond_the_head_is_refused(memory):
+    """Behind the head is what the writer is about to write, whatever the entry says of its size."""
+    put(RingWriter(memory), [row()], [1], bytes(200))
+    area = RingArea(memory)
+    area.store_head(area.load_head() - 64)
+    with pytest.raises(DecodeError, match="does not fit the ring"):
+        RingReader(memory).peek()
+
+
+def test_ring_entry_larger_than_its_parts_is_refused(memory):
+    """Its checksum is right, but the rest of it would be under no checksum."""
+    area = RingArea(memory)
+    area.write_header(EntryHeader(ENTRY_MAGIC, 0, 0, 192, NO_SIZES))
+    area.store_head(192)
+    with pytest.raises(DecodeError, match="add up"):
         RingReader(memory).peek()
 
 
