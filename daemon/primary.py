@@ -166,6 +166,8 @@ class Publisher:
         self._backlog.completed(now, pending.size, self._pending_bytes - pending.size)
         self._telemetry.metrics.append_seconds.observe(now - pending.began)
         self.completed += 1
+        if isinstance(pending.record, Claim):
+            self._telemetry.claim_times.durable(pending.record.session, now)
         self._finish(pending)
 
     def _failed(self, pending: _Pending, error: BaseException | None) -> None:

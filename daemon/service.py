@@ -153,6 +153,7 @@ class Service:
 
     def _ask_watermark(self, effect: fx.ReadWatermark) -> None:
         assert self._tasks is not None, "run first"
+        self._parts.telemetry.claim_times.asked(effect.session, time.monotonic())
         self._tasks.create_task(self._watermark(effect))
 
     async def _watermark(self, effect: fx.ReadWatermark) -> None:
@@ -259,6 +260,7 @@ class Service:
         self._parts.index.claimed(effect)
         if claim.writer == self._parts.myself.writer:
             self._parts.telemetry.metrics.claims_won.inc()
+            times = self._parts.telemetry.claim_times.read_back(claim.session, time.monotonic())
             previous = effect.previous.node if effect.previous else None
             self._parts.telemetry.say(
                 Event.TAKEOVER_COMPLETED,
@@ -266,6 +268,7 @@ class Service:
                 epoch=claim.epoch,
                 offset=effect.offset,
                 previous=previous,
+                **times,
             )
 
     def _broken(self, effect: fx.SessionBroken) -> None:

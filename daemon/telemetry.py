@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from daemon.claim_times import ClaimTimes
+
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
@@ -213,6 +215,7 @@ class Telemetry:
     def __init__(self, node: str) -> None:
         """Figures start at zero; diagnostics must have been configured."""
         self.metrics = Metrics()
+        self.claim_times = ClaimTimes()
         self._logger: FilteringBoundLogger = structlog.get_logger().bind(node=node)
 
     def say(self, event: Event, **fields: object) -> None:

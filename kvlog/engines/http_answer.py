@@ -87,13 +87,14 @@ class AnswerFormat:
 
     def _ending(self, finished: Finished, new_tokens: int) -> JSON:
         completion = self.resumed_tokens + new_tokens
+        digests = finished.kv_digests
         return {
             "usage": {
                 "prompt_tokens": self.prompt_tokens,
                 "completion_tokens": completion,
                 "total_tokens": self.prompt_tokens + completion,
             },
-            "kvlog": asdict(finished.details),
+            "kvlog": asdict(finished.details) | ({} if digests is None else {"kv_digests": digests}),
         }
 
 

@@ -28,6 +28,8 @@ BODY_BYTES_MAX = 32 << 20
 MAX_TOKENS_DEFAULT = 256
 _STOPS_MAX = 16
 _STOP_CHARACTERS_MAX = 256
+_DIGESTS_MAX = 8
+"""Lengths at which one request may have its cache digested; each is a pass over its rows."""
 _MESSAGES_MAX = 10_000
 
 # What would be another answer if it were ignored, with the value that asks for nothing.
@@ -59,6 +61,7 @@ class Call:
         mode: how closely to log it; None: the daemon's setting.
         stream: answer in events.
         return_token_ids: token ids in each chunk.
+        kv_digests: lengths whose rows are to be digested at the end; None: not asked.
     """
 
     request: GenerationRequest
@@ -66,6 +69,7 @@ class Call:
     mode: SyncMode | None
     stream: bool
     return_token_ids: bool
+    kv_digests: tuple[int, ...] | None
 
 
 def parse_call(data: bytes, model: StepModel, *, chat: bool, session_header: str | None) -> Call:
@@ -105,6 +109,7 @@ def parse_call(data: bytes, model: StepModel, *, chat: bool, session_header: str
         _mode(fields),
         stream=fields.flag("stream"),
         return_token_ids=fields.flag("return_token_ids"),
+        kv_digests=_kv_digests(fields),
     )
 
 
@@ -242,6 +247,16 @@ def _stops(fields: _Fields) -> tuple[str, ...]:
     if not all(isinstance(text, str) and 1 <= len(text) <= _STOP_CHARACTERS_MAX for text in stops):
         raise _wrong("stop", f"a stop string does not have 1 to {_STOP_CHARACTERS_MAX} characters")
     return tuple(stops)
+
+
+def _kv_digests(fields: _Fields) -> tuple[int, ...] | None:
+    lengths = fields.get("kv_digests")
+    if lengths is None:
+        return None
+    whole = isinstance(lengths, list) and all(type(length) is int and length > 0 for length in lengths)
+    if not isinstance(lengths, list) or not whole or len(lengths) > _DIGESTS_MAX:
+        raise _wrong("kv_digests", f"it is not a list of at most {_DIGESTS_MAX} numbers of positions")
+    return tuple(lengths)
 
 
 def _mode(fields: _Fields) -> SyncMode | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvlog.engines.generation import NewToken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvlog.engines.base import RowCache
     from kvlog.engines.generation import FinishReason, Generation
@@ -56,10 +56,11 @@ class AnswerDetails:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer is complete."""
+    """The answer is complete. `kv_digests`: of its cache, by length, one a layer; None: nobody asked."""
 
     finish: FinishReason
     details: AnswerDetails
+    kv_digests: Mapping[int, list[str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,14 @@ class Job:
         session: whose turn it is.
         sink: gets the answer, event by event, ending with Finished or Failed; called from several threads, one at a
             time; must neither block nor raise.
+        kv_digests: lengths of the cache whose rows are to be digested at the end; None: not asked.
         cancelled: nobody wants the answer any more; set by anyone.
     """
 
     generation: Generation
     session: JobSession
     sink: Callable[[AnswerEvent], None]
+    kv_digests: tuple[int, ...] | None = None
     cancelled: bool = False
     arrived: float = field(default_factory=time.monotonic)
 

@@ -162,3 +162,12 @@ def test_body_that_is_no_object_is_refused(data):
 def test_body_messages_that_are_no_text_are_refused(messages):
     """A picture that is silently dropped would be another question."""
     assert refusal(chat=True, messages=messages).startswith("messages: ")
+
+
+def test_body_kv_digests_are_a_short_list_of_lengths():
+    """`kv_digests` may be empty; what is no number of positions, or too much of it, is refused by name."""
+    assert None is parse(prompt="hi").kv_digests
+    assert () == parse(prompt="hi", kv_digests=[]).kv_digests
+    assert (5, 70) == parse(prompt="hi", kv_digests=[5, 70]).kv_digests
+    for wrong in (7, [0], [-1], [True], ["5"], list(range(1, 10))):
+        assert refusal(prompt="hi", kv_digests=wrong).startswith("kv_digests: ")
