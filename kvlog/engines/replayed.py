@@ -33,7 +33,8 @@ _CHUNK_BYTES = 8 << 20
 def load_replayed(file: Path, model: StepModel) -> tuple[list[int], RowCache]:
     """A replayed session's token ids, and a cache of the model that holds its rows.
 
-    Returns: all token ids, and the cache; where the cache is shorter, the rest is computed from the token ids.
+    Returns: all token ids, and the cache; where the cache is shorter, the rest is computed from the token ids. Where it
+        is not, the caller cuts the last row and computes it again: a next token needs logits, and those are not logged.
 
     Raises:
         DecodeError: not a replay file, or damaged.

@@ -69,7 +69,7 @@ async def test_fold_that_begins_below_the_log_start_goes_on_behind_the_hole(tmp_
     log = await WrittenLog.make(tmp_path)
     await log.claim("s")
     await log.turn("s", TOKENS)
-    await log.log.delete_records(home_of("s"), before=Offset(4))
+    await log.delete_before("s", Offset(4))
     folding, steps = await fold(log)
     assert [(4, True), (4, False), (5, False)] == [(step.offset, step.message is None) for step in steps]
     assert folding.core.session(steps[1].session) is None  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ class _Interrupted:
     async def poll(self, *, bytes_max: int, timeout_seconds: float) -> Sequence[LogMessage]:
         messages = await self._reader.poll(bytes_max=bytes_max, timeout_seconds=timeout_seconds)
         if self._cut_at:
-            await self._log.log.delete_records(home_of("s"), before=Offset(self._cut_at))
+            await self._log.delete_before("s", Offset(self._cut_at))
             self._cut_at = 0
             messages = messages[:3]
             self.seek(home_of("s"), Offset(messages[-1].offset + 1))

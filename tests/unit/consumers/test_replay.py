@@ -262,7 +262,7 @@ def test_replay_of_a_truncated_session_says_what_is_missing(tmp_path: Path) -> N
         log = await WrittenLog.make(tmp_path / "log")
         await log.claim("s")
         offsets = await log.turn("s", TOKENS)
-        await log.log.delete_records(log.home("s"), before=offsets[2])
+        await log.delete_before("s", offsets[2])
         await log.close()
 
     asyncio.run(write())

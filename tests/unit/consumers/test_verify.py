@@ -148,7 +148,7 @@ def test_verify_of_a_truncated_session_says_so(tmp_path: Path) -> None:
         log = await WrittenLog.make(tmp_path)
         await log.claim("s")
         offsets = await log.turn("s", TOKENS)
-        await log.log.delete_records(log.home("s"), before=offsets[1])
+        await log.delete_before("s", offsets[1])
         await log.close()
 
     asyncio.run(write())

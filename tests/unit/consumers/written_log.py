@@ -1,4 +1,4 @@
-"""A local log that tests write as honest nodes do, with the cores and the wire: what every verb's tests look at."""
+"""A log that tests write as honest nodes do, with the cores and the wire: what every verb's tests look at."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvlog.core.session import SessionState
-    from kvlog.log.base import LogWriter
+    from kvlog.log.base import Log, LogWriter
 
 __all__ = [
     "CONTEXT",
@@ -86,11 +86,16 @@ class WrittenLog:
         appended: messages so far.
     """
 
-    log: LocalLog
+    log: Log
     writer: LogWriter
     flips: dict[int, int] = field(default_factory=dict)
     primaries: dict[str, PrimaryCore] = field(default_factory=dict)
     appended: int = 0
+
+    @classmethod
+    async def on(cls, log: Log) -> WrittenLog:
+        """Writes to an open log of any kind."""
+        return cls(log, await log.writer())
 
     @classmethod
     async def make(cls, directory: Path, flips: dict[int, int] | None = None) -> WrittenLog:
@@ -101,7 +106,7 @@ class WrittenLog:
 
     def home(self, session: str) -> Partition:
         """The partition of a session."""
-        return home_of(session)
+        return Partition(partition_of(session, self.log.partitions))
 
     async def state(self, session: str) -> SessionState:
         """What a reader of everything knows of the session."""
@@ -203,6 +208,11 @@ class WrittenLog:
         self.appended += 1
         request = AppendRequest(self.home(session), session.encode(), value, kind, epoch)
         return await (await self.writer.append(request))
+
+    async def delete_before(self, session: str, offset: Offset) -> None:
+        """Deletes records of a session's partition, as retention does."""
+        assert isinstance(self.log, LocalLog)
+        await self.log.delete_records(self.home(session), before=offset)
 
     async def close(self) -> None:
         """Closes it; the directory stays."""
