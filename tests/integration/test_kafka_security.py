@@ -13,11 +13,11 @@ from kvlog.log.kafka import KafkaLog
 from kvlog.log.kafka_options import KafkaOptions, SaslMechanism, Security, SecurityProtocol
 from kvlog.log.topics import RecordsWanted, records_topic
 from tests.contract.log_steps import P0, ZERO, append, collect, values_of
+from tests.kafka.admin import Admin
 from tests.kafka.broker import USERS
 from tests.kafka.certificate import make_certificate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.kafka.broker import Cluster
@@ -44,11 +44,11 @@ def secure(kafka_cluster: Cluster, kafka_prefix: str) -> KafkaOptions:
     )
 
 
-def grant(cluster: Cluster, prefix: str, operations: Sequence[str], resource: str = "--topic") -> None:
+async def grant(cluster: Cluster, prefix: str, *operations: str, on: str = "topic") -> None:
     """Gives the user rights on everything under a prefix."""
-    who = ("--bootstrap-server", cluster.bootstrap, "--add", "--allow-principal", f"User:{USER}")
-    what = [part for operation in operations for part in ("--operation", operation)]
-    cluster.tools.run("acls", *who, *what, resource, prefix, "--resource-pattern-type", "prefixed")
+    admin = Admin(cluster.bootstrap)
+    await admin.grant(USER, prefix, *operations, on=on)
+    await admin.close()
 
 
 async def make_topics(cluster: Cluster, options: KafkaOptions) -> None:
@@ -73,8 +73,8 @@ async def test_log_over_tls_and_sasl_with_rights_works_whole(
     kafka_cluster: Cluster, secure: KafkaOptions
 ) -> None:
     """With the rights that we ask for, everything works encrypted: topics, appends, reads, commits, tables."""
-    grant(kafka_cluster, secure.topic_prefix, ["Create", "Describe", "DescribeConfigs", "Read", "Write"])
-    grant(kafka_cluster, secure.topic_prefix, ["Read"], "--group")
+    await grant(kafka_cluster, secure.topic_prefix, "Create", "Describe", "DescribeConfigs", "Read", "Write")
+    await grant(kafka_cluster, secure.topic_prefix, "Read", on="group")
     log = KafkaLog(secure)
     assert [] == list(await log.open())
     writer, reader = await log.writer(), await log.reader(group=f"{secure.topic_prefix}.node")
@@ -141,14 +141,14 @@ async def test_missing_right_on_topics_is_named(
 ) -> None:
     """A right that is missing is found when we open, not at the first append or read."""
     await make_topics(kafka_cluster, secure)
-    grant(kafka_cluster, secure.topic_prefix, [granted, "DescribeConfigs"])
+    await grant(kafka_cluster, secure.topic_prefix, granted, "DescribeConfigs")
     refused = await refused_open(secure)
     assert f"the right {missing} on topic {records_topic(secure.topic_prefix)}" in str(refused.problem)
 
 
 async def test_missing_right_to_create_is_named(kafka_cluster: Cluster, secure: KafkaOptions) -> None:
     """Topics that we may not make are for the operator to make, or to allow."""
-    grant(kafka_cluster, secure.topic_prefix, ["Describe", "Read", "Write"])
+    await grant(kafka_cluster, secure.topic_prefix, "Describe", "Read", "Write")
     refused = await refused_open(secure)
     assert f"the right Create on topic {records_topic(secure.topic_prefix)}" in str(refused.problem)
 
@@ -158,7 +158,7 @@ async def test_missing_rights_that_we_can_do_without_are_reported(
 ) -> None:
     """Settings that we may not read are said to be unchecked; a group that we may not commit to names the right."""
     await make_topics(kafka_cluster, secure)
-    grant(kafka_cluster, secure.topic_prefix, ["Read", "Write"])
+    await grant(kafka_cluster, secure.topic_prefix, "Read", "Write")
     log = KafkaLog(secure)
     said = await log.open()
     assert 3 == len([one for one in said if "cannot be read" in one and "DescribeConfigs" in one])

@@ -12,6 +12,8 @@ from aiokafka.protocol.admin import (
     DeleteTopicsRequest,
     DescribeConfigsRequest,
 )
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.types import Array, Int8, Int16, Int32, Schema, String
 
 from kvlog.log.kafka_link import KafkaLink
 from kvlog.log.kafka_options import KafkaOptions
@@ -23,6 +25,50 @@ __all__ = ["Admin"]
 
 TIMEOUT_MS = 20_000
 TOPIC = 2
+
+# Source: org.apache.kafka.common.resource.ResourceType, PatternType, org.apache.kafka.common.acl.AclOperation
+RESOURCES = {"topic": 2, "group": 3}
+PREFIXED = 4
+ALLOW = 3
+OPERATIONS = {"Read": 3, "Write": 4, "Create": 5, "Describe": 8, "DescribeConfigs": 10}
+
+
+class _CreateAclsResponse(Response):
+    API_KEY = 30
+    API_VERSION = 1
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32), ("results", Array(("code", Int16), ("message", String("utf-8"))))
+    )
+
+
+class _CreateAclsRequest(RequestStruct):
+    API_KEY = 30
+    API_VERSION = 1
+    RESPONSE_TYPE = _CreateAclsResponse
+    SCHEMA = Schema(
+        (
+            "creations",
+            Array(
+                ("resource_type", Int8),
+                ("resource_name", String("utf-8")),
+                ("resource_pattern_type", Int8),
+                ("principal", String("utf-8")),
+                ("host", String("utf-8")),
+                ("operation", Int8),
+                ("permission_type", Int8),
+            ),
+        ),
+    )
+
+
+class _CreateAcls(Request[_CreateAclsRequest]):
+    API_KEY = 30
+
+    def __init__(self, rows: list[tuple[object, ...]]) -> None:
+        self._rows = rows
+
+    def build(self, request_struct_class: type[_CreateAclsRequest]) -> _CreateAclsRequest:
+        return request_struct_class(self._rows)
 
 
 class Admin:
@@ -87,6 +133,15 @@ class Admin:
         rows = [(topic, [(partition, before)])]
         response = await self._link.send(seen.leaders[partition], DeleteRecordsRequest(rows, TIMEOUT_MS))
         assert response.topics[0][1][0][2] == 0, response
+
+    async def grant(self, user: str, prefix: str, *operations: str, on: str = "topic") -> None:
+        """Gives a user rights on everything whose name begins so."""
+        rows: list[tuple[object, ...]] = [
+            (RESOURCES[on], prefix, PREFIXED, f"User:{user}", "*", OPERATIONS[operation], ALLOW)
+            for operation in operations
+        ]
+        response = await self._link.send(None, _CreateAcls(rows))
+        assert {0} == {code for code, _ in response.results}, response
 
     async def close(self) -> None:
         """Closes the connection."""

@@ -51,7 +51,6 @@ TOOLS = {
     "consumer-perf": "org.apache.kafka.tools.ConsumerPerformance",
     "e2e-latency": "org.apache.kafka.tools.EndToEndLatency",
     "groups": "org.apache.kafka.tools.consumer.group.ConsumerGroupCommand",
-    "acls": "org.apache.kafka.tools.AclCommand",
 }
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
