@@ -156,7 +156,7 @@ def _node_table(measured: Measured) -> RenderableType:
     columns = (
         Column("NODE", wraps=True),
         Column("STATE"),
-        Column("PRIMARY OF", right=True),
+        Column("PRIMARY", right=True),
         Column("BROKEN", right=True),
         Column("POOL", right=True),
         *_UNITS,

@@ -28,6 +28,7 @@ __all__ = [
     "bytes_text",
     "clock_text",
     "console",
+    "count_text",
     "date_text",
     "error_text",
     "facts",
@@ -55,6 +56,11 @@ def console(*, stderr: bool = False) -> Console:
 def number_text(value: int | None) -> str:
     """1234567 → 1,234,567; what is not known is a dash."""
     return "-" if value is None else f"{value:,}"
+
+
+def count_text(value: int, thing: str) -> str:
+    """1 row, 2 rows."""
+    return f"{value:,} {thing}" + ("" if value == 1 else "s")
 
 
 def bytes_text(value: int | None) -> str:

@@ -223,6 +223,6 @@ def _answer(out: Path, where: str, state: SessionState, replayed: Replayed) -> A
         + (f"; {missing} are to be computed from token ids" if missing else ""),
         "chain": f"{replayed.chain:016x}, epoch {replayed.epoch}",
         "model": f"{identity.model.hex()[:16]}, weights {identity.weights.hex()[:16]}",
-        "mind": "the file holds the conversation; only its owner can read it",
+        "note": "the file holds the conversation; only its owner can read it",
     }
     return Answer(ExitCode.BROKEN if broken else ExitCode.WHOLE, figures, (facts(shown),))

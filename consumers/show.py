@@ -14,6 +14,7 @@ from consumers.render import (
     Column,
     bytes_text,
     clock_text,
+    count_text,
     date_text,
     facts,
     mark,
@@ -227,7 +228,7 @@ def _facts(
         "model": f"{state.claim.identity.model.hex()[:16]}, weights {state.claim.identity.weights.hex()[:16]}",
         "layout": (
             f"{layout.layers} layers × {layout.planes} planes × {layout.kv_heads} heads × {layout.head_dim},"
-            f" {layout.dtype}, {state.claim.identity.shards} shard(s): {bytes_text(layout.row_bytes)} a row"
+            f" {layout.dtype}, {count_text(state.claim.identity.shards, 'shard')}: {bytes_text(layout.row_bytes)} a row"
         ),
     }
     return facts(values)
@@ -239,7 +240,8 @@ def _row(moment: Moment) -> tuple[str | Text, ...]:
         offsets += f"-{moment.last_offset}"
     detail = moment.detail
     if moment.positions and moment.what is Happening.DELTA:
-        detail = f"{moment.positions} rows in {moment.records} records, {bytes_text(moment.payload_bytes)}, {detail}"
+        counted = f"{count_text(moment.positions, 'row')} in {count_text(moment.records, 'record')}"
+        detail = f"{counted}, {bytes_text(moment.payload_bytes)}, {detail}"
     elif moment.records > 1:
         detail = f"{moment.records} records: {detail}"
     if moment.tokens:
