@@ -19,7 +19,7 @@ from kvlog.core.standby import StandbyCore
 from kvlog.core.verdicts import Verdict
 from kvlog.ids import Epoch, Offset, Position, Seq, SessionId, Shard
 from kvlog.limits import TINY
-from kvlog.records import Claim, Delta, Entry, Truncate
+from kvlog.records import Claim, Delta, Entry, Snapshot, Truncate
 from tests.unit.core.logbook import (
     FEEDS_MAX,
     IDENTITY,
@@ -56,7 +56,6 @@ choices = st.tuples(
     small,
     small,
 )
-logs = st.lists(choices, min_size=RECORDS_MIN, max_size=RECORDS_MAX).map(lambda drawn: written(drawn))
 
 
 def written(drawn: Iterable[tuple[str, str, int, int]]) -> Logbook:
@@ -74,6 +73,9 @@ def written(drawn: Iterable[tuple[str, str, int, int]]) -> Logbook:
         else:
             book.append(spoilt(state, one, two) if what == "wrong" else honest(state, what, one, two))
     return book
+
+
+logs = st.lists(choices, min_size=RECORDS_MIN, max_size=RECORDS_MAX).map(written)
 
 
 def honest(state: SessionState, what: str, one: int, two: int) -> Entry:
@@ -94,7 +96,7 @@ def spoilt(state: SessionState, one: int, two: int) -> Entry:
     """The same with something wrong."""
     entry = honest(state, ("truncate", "delta", "end")[two % 3], one, two)
     record = entry.record
-    if isinstance(record, Claim) or not hasattr(record, "seq"):
+    if isinstance(record, Claim | Snapshot):
         return entry
     match one:
         case 0:
