@@ -280,11 +280,7 @@ def _run_builder(arguments: Sequence[str], seconds: float) -> None:
 
 
 def _run(command: Sequence[str], seconds: float) -> None:
-    """Run a program of ours to its end, silently.
-
-    Raises:
-        _SourceFailed: it failed, with its last words, or took too long.
-    """
+    """Run a program of ours to its end, silently; that it failed, with its last words, is a _SourceFailed."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_ETAG_TIMEOUT": "3"}

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, T5Config
 from transformers.cache_utils import DynamicCache
 
-from kvlog.engines.row_difference import kv_difference
+from kvlog.wire.row_difference import kv_difference
 from kvlog.engines.sampler import Sampler
 from kvlog.engines.transformers import TransformersModel
 from kvlog.errors import ConfigError, LocalProtocolError

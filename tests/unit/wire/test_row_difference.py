@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 
-from kvlog.engines.row_difference import kv_difference
+from kvlog.wire.row_difference import kv_difference
 from kvlog.layout import DTYPE_BYTES, DType, Layout
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RowDifference", "kv_difference"]
 
+_ELEMENTS = {DType.BFLOAT16: "<u2", DType.FLOAT16: "<f2", DType.FLOAT32: "<f4", DType.UINT8: "u1"}
+
 
 @dataclass(frozen=True, slots=True)
 class RowDifference:
@@ -82,13 +84,7 @@ def _difference_max(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8], dt
 
 
 def _values(data: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.float64]:
-    data = np.ascontiguousarray(data)
-    match dtype:
-        case DType.BFLOAT16:  # the upper half of a float32
-            return (data.view("<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
-        case DType.FLOAT16:
-            return data.view("<f2").astype(np.float64)
-        case DType.FLOAT32:
-            return data.view("<f4").astype(np.float64)
-        case DType.UINT8:
-            return data.astype(np.float64)
+    elements = np.ascontiguousarray(data).view(_ELEMENTS[dtype])
+    if dtype is DType.BFLOAT16:  # the upper half of a float32
+        elements = (elements.astype("<u4") << 16).view("<f4")
+    return elements.astype(np.float64)
