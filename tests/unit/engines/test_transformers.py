@@ -13,11 +13,11 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, T5Config
 from transformers.cache_utils import DynamicCache
 
-from kvlog.wire.row_difference import kv_difference
 from kvlog.engines.sampler import Sampler
 from kvlog.engines.transformers import TransformersModel
 from kvlog.errors import ConfigError, LocalProtocolError
 from kvlog.layout import DType
+from kvlog.wire.row_difference import kv_difference
 from tests.model.llama import Run, random_folder, random_model, rows_of
 
 if TYPE_CHECKING:

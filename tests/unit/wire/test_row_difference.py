@@ -8,8 +8,8 @@ import struct
 import numpy as np
 import pytest
 
-from kvlog.wire.row_difference import kv_difference
 from kvlog.layout import DTYPE_BYTES, DType, Layout
+from kvlog.wire.row_difference import kv_difference
 
 
 def _layout(dtype: DType) -> Layout:
