@@ -305,6 +305,7 @@ class EngineControl:
                 session_hash=session_hash(effect.session),
             )
         )
+        self._say_difference(peer, effect)
         pinned = self._pin(peer, effect)
         seconds = time.monotonic() - asked.began
         metrics = self._parts.telemetry.metrics
@@ -321,6 +322,20 @@ class EngineControl:
             milliseconds=round(1000 * seconds, 2),
         )
         asked.answer.set_result(_turn_opened(asked.message.request, effect, layout.row_bytes, pinned))
+
+    def _say_difference(self, peer: Peer, effect: fx.TurnOpened) -> None:
+        """An engine of another model, dtype or weights cannot use what the session holds: say which it is."""
+        state = self._parts.shell.core.state(effect.session)
+        differs = state.differs(peer.hello.identity) if state else None
+        if differs is not None:
+            name, theirs, ours = differs
+            self._parts.telemetry.say(
+                Event.IDENTITY_DIFFERED,
+                session=effect.session,
+                field=name,
+                session_has=_said(theirs),
+                engine_has=_said(ours),
+            )
 
     def _pin(self, peer: Peer, effect: fx.TurnOpened) -> PinnedBlocks | None:
         """Hold the blocks that the engine may copy: what the fold allows, as far as bytes are here."""
@@ -369,6 +384,10 @@ class EngineControl:
         entry = self._parts.turns.pop(effect.turn)
         if entry is not None:
             entry.peer.send(link.TurnEnded(effect.turn, _ended_reason(effect.reason)))
+
+
+def _said(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
 
 
 def _turn_opened(

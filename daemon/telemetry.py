@@ -46,6 +46,7 @@ class Event(StrEnum):
     TURN_OPENED = "turn_opened"
     TURN_UNLOGGED = "turn_unlogged"
     TURN_ENDED = "turn_ended"
+    IDENTITY_DIFFERED = "identity_differed"
     TAKEOVER_COMPLETED = "takeover_completed"
     NODE_FENCED = "node_fenced"
     SESSION_BROKEN = "session_broken"
@@ -82,6 +83,7 @@ EVENT_LEVELS: dict[Event, int] = {
     Event.TURN_OPENED: _DEBUG,
     Event.TURN_UNLOGGED: _INFO,
     Event.TURN_ENDED: _WARNING,
+    Event.IDENTITY_DIFFERED: _WARNING,
     Event.TAKEOVER_COMPLETED: _INFO,
     Event.NODE_FENCED: _WARNING,
     Event.SESSION_BROKEN: _ERROR,
