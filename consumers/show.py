@@ -222,7 +222,7 @@ def _facts(
     values |= {
         "standing": mark(state.standing.value, "good" if healthy else "bad"),
         "owner": f"{state.claim.node}, epoch {state.epoch}, writer {state.writer.hex()[:8]}",
-        "length": f"{number_text(state.length)} positions, {bytes_text(kv_bytes)} of KV",
+        "length": f"{count_text(state.length, 'position')}, {bytes_text(kv_bytes)} of KV",
         "chain": "-" if state.chain is None else f"{state.chain:016x}, next seq {state.next_seq}",
         "needed from": f"offset {state.first_needed_offset}",
         "model": f"{state.claim.identity.model.hex()[:16]}, weights {state.claim.identity.weights.hex()[:16]}",

@@ -17,7 +17,7 @@ from consumers.access import log_settings, opened
 from consumers.answers import Answer
 from consumers.exits import ExitCode
 from consumers.reading import PartitionFold, home_of
-from consumers.render import Column, bytes_text, facts, mark, number_text, progress, table
+from consumers.render import Column, bytes_text, count_text, facts, mark, number_text, progress, table
 from consumers.show import unknown_session
 from kvlog.core.effects import SessionHealed, StoreRows
 from kvlog.core.session import Standing
@@ -242,8 +242,8 @@ def _shown(
     head = {
         "log": log.where,
         **({"session": session} if session else {}),
-        "read": f"{number_text(records)} records, {bytes_text(sum(one.size_bytes for one in found))},"
-        f" {number_text(sum(one.rows for one in found))} rows decoded",
+        "read": f"{count_text(records, 'record')}, {bytes_text(sum(one.size_bytes for one in found))},"
+        f" {count_text(sum(one.rows for one in found), 'row')} decoded",
         "sessions": ", ".join(
             f"{standings[name]} {name}" for name in ("whole", "ended", "broken", "truncated")
         ),
