@@ -177,17 +177,15 @@ class TransformersModel:
             LocalProtocolError: the model has no chat template, or the template refuses these roles.
         """
         if not self._tokenizer.chat_template:
-            raise LocalProtocolError(
-                problem="this model has no chat template", send="a plain prompt to /v1/completions"
-            )
+            problem = "this model has no chat template; send a plain prompt to /v1/completions"
+            raise LocalProtocolError(field="messages", problem=problem)
         listed = [{"role": role, "content": content} for role, content in messages]
         with self._tokenizing:
             try:
                 text = self._tokenizer.apply_chat_template(listed, add_generation_prompt=True, tokenize=False)
             except (TemplateError, TypeError, ValueError, KeyError) as error:
-                raise LocalProtocolError(
-                    problem=f"the chat template refuses: {error}", send="other roles"
-                ) from error
+                problem = f"the model's chat template refuses them: {error}"
+                raise LocalProtocolError(field="messages", problem=problem) from error
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:

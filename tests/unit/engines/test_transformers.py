@@ -206,7 +206,7 @@ def test_encode_chat_without_a_template_says_what_to_send(monkeypatch: pytest.Mo
     monkeypatch.setattr(model._tokenizer, "chat_template", None)
     with pytest.raises(LocalProtocolError) as caught:
         model.encode_chat([("user", "Hi")])
-    assert "/v1/completions" in str(caught.value.fields["send"])
+    assert "/v1/completions" in str(caught.value.fields["problem"])
 
 
 def test_encode_chat_with_a_role_that_the_template_refuses_is_the_callers_fault(
