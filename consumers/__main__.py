@@ -50,20 +50,14 @@ _VERBS: Mapping[str, _Verb] = MappingProxyType(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if given[:1] == [
-        "demo"
-    ]:  # its arguments are its own, and it starts processes: loaded only when it is wanted
+    if given[:1] == ["demo"]:
+        # Its arguments are its own, and what it needs is loaded only when it is wanted.
         return int(importlib.import_module("consumers.demo").main(given[1:]))
     options = _parser().parse_args(given)
     try:
         return _run(options)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except (
-        BrokenPipeError
-    ):  # `kvlog show s | head`: nobody reads on, and the interpreter must not flush either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,11 +79,15 @@ def _run(options: argparse.Namespace) -> int:
         answer = asyncio.run(_VERBS[options.verb].run(options))
     except KvlogError as error:
         return _fail(error, as_json=options.json)
-    if options.json:
-        print(json.dumps({**answer.figures, "exit_code": int(answer.code)}))
-    else:
-        show_parts(console(), answer.shown)
-    sys.stdout.flush()
+    try:
+        if options.json:
+            print(json.dumps({**answer.figures, "exit_code": int(answer.code)}))
+        else:
+            show_parts(console(), answer.shown)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `kvlog show s | head`: nobody reads on, and the interpreter must not try to flush at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(answer.code)
 
 

@@ -48,9 +48,16 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STYLES = {"good": "green", "bad": "bold red", "doubtful": "yellow", "quiet": "dim"}
 
 
+class _Terminal(Console):
+    """A console that leaves it to its caller what a closed pipe means; rich would end the process with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console(*, stderr: bool = False) -> Console:
     """Where a person reads; colours and width by what it is connected to."""
-    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+    return _Terminal(stderr=stderr, highlight=False, soft_wrap=False)
 
 
 def number_text(value: int | None) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -181,6 +184,23 @@ def test_show_of_what_cannot_be_a_session_is_refused(tmp_path: Path, session: st
     story(tmp_path)
     code, said = kvlog("show", session, "--log", tmp_path)
     assert (2, "InvalidSessionId") == (code, said["error"])
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_show_into_a_pipe_that_is_closed_keeps_its_exit_code(tmp_path: Path, more: list[str]) -> None:
+    """`kvlog show s | head -1` is no error."""
+    story(tmp_path)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "consumers", "show", "s", "--log", tmp_path, *more],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert (0, b"") == (done.returncode, done.stderr)
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
