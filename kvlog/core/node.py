@@ -347,9 +347,8 @@ class NodeCore:
             session, self._self.partition_of(session), claimant, self._self.header_bytes, self._limits
         )
         self._takeovers[session] = takeover
-        self._catching_up.pop(
-            session, None
-        )  # a watermark for an older one says nothing of what was claimed since
+        # A watermark that an older one waits with says nothing of what was claimed since.
+        self._catching_up.pop(session, None)
         return takeover.start()
 
     def _begin(self, primary: PrimaryCore, asked: OpenTurn) -> TurnOpened:

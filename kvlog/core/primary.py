@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvlog.limits import Limits
     from kvlog.records import Claim, EndReason, Record
 
-__all__ = ["PrimaryCore", "Tenure"]
+__all__ = ["TRANSITIONS", "PrimaryCore", "Tenure"]
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -48,6 +48,18 @@ class Tenure(StrEnum):
     REFUSED = "refused"
     DROPPED = "dropped"
     ENDED = "ended"
+
+
+TRANSITIONS: dict[Tenure, dict[str, Tenure]] = {
+    Tenure.OWNED: {
+        "newer claim of another writer": Tenure.FENCED,
+        "append failed, or own newer claim": Tenure.LOST,
+        "own record Gap, Diverged or Unknown": Tenure.REFUSED,
+        "fold state dropped": Tenure.DROPPED,
+        "own End folded": Tenure.ENDED,
+    },
+}
+"""tenure → what happens → the next one, which is final. NodeCore carries it out; for docs/fencing.md and the tests."""
 
 
 @dataclass(slots=True)
@@ -157,6 +169,7 @@ class PrimaryCore:
         turn = self._turn
         assert turn is not None, "rows belong to a turn"
         assert self._tenure is Tenure.OWNED, "INV-OWNER: nothing is written under an epoch that is lost"
+        assert rows.tokens, "no record is made of no rows"
         assert self.expects(rows.shard) == rows.start, "rows must be contiguous"
         first: tuple[AppendRecord, ...] = ()
         if turn.first_seq is None:

@@ -192,7 +192,7 @@ class SessionState:
         return Position(min(shard.usable(wanted, context, identity) for shard in self.shards))
 
     def differs(self, identity: Identity) -> tuple[str, object, object] | None:
-        """Why an engine of this identity cannot use the session's bytes: field, theirs, the engine's; None if it can."""
+        """Why an engine of this identity cannot use the session's bytes: field, theirs, its own; None if it can."""
         runs = self.shards[0].runs if self.shards else []
         return runs[0].identity.difference(identity) if runs else None
 
@@ -269,7 +269,7 @@ def judge(state: SessionState, offset: Offset, entry: Entry, limits: Limits) -> 
                 _judge_author(state, record)
                 or _judge_standing(state, record)
                 or _judge_seq(state, record)
-                or _judge_body(state, entry, limits)
+                or _judge_body(state, record, entry.payload, limits)
                 or _judge_chain(state, entry)
                 or ADMITTED
             )
@@ -355,17 +355,18 @@ def _judge_seq(state: SessionState, record: Delta | Truncate | End) -> Judgement
     return None
 
 
-def _judge_body(state: SessionState, entry: Entry, limits: Limits) -> Judgement | None:
-    record = entry.record
+def _judge_body(
+    state: SessionState, record: Delta | Truncate | End, payload: memoryview, limits: Limits
+) -> Judgement | None:
     match record:
         case Truncate():
             return _judge_truncate(state, record)
         case Delta():
-            return _judge_delta(state, record, entry.payload, limits)
+            return _judge_delta(state, record, payload, limits)
         case End():
             return Judgement(Verdict.DIVERGED, Why.END_FIRST) if record.seq == 0 else None
         case _:
-            raise AssertionError(record)
+            assert_never(record)
 
 
 def _judge_truncate(state: SessionState, record: Truncate) -> Judgement | None:

@@ -257,6 +257,8 @@ class StandbyCore:
                 return (*cut, *healed)
             case End():
                 return (CutRows(record.session, Position(0)), SessionEnded(record.session, offset))
+            case _:
+                assert_never(record)
 
     @staticmethod
     def _is_broken_for_good(state: SessionState) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvlog.limits import Limits
     from kvlog.records import Record
 
-__all__ = ["Claimant", "Phase", "TakeOver"]
+__all__ = ["TRANSITIONS", "Claimant", "Phase", "TakeOver"]
 
 
 class Phase(StrEnum):
@@ -38,6 +38,23 @@ class Phase(StrEnum):
     WON = "won"
     FENCED = "fenced"
     UNAVAILABLE = "unavailable"
+
+
+TRANSITIONS: dict[Phase, dict[str, Phase]] = {
+    Phase.ASKING: {
+        "watermark read": Phase.CLAIMED,
+        "no watermark, attempts left": Phase.ASKING,
+        "no watermark, no attempt left": Phase.UNAVAILABLE,
+    },
+    Phase.CLAIMED: {
+        "own claim admitted": Phase.WON,
+        "own claim refused, attempts left": Phase.ASKING,
+        "own claim refused, no attempt left": Phase.FENCED,
+        "append failed, attempts left": Phase.ASKING,
+        "append failed, no attempt left": Phase.UNAVAILABLE,
+    },
+}
+"""phase → what happens → the next phase; whatever is not listed changes nothing. For docs/fencing.md and the tests."""
 
 
 @dataclass(frozen=True, slots=True)

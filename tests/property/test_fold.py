@@ -10,7 +10,7 @@ import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvlog.core.effects import RecordRefused, Reread
@@ -75,6 +75,9 @@ def written(drawn: Iterable[tuple[str, str, int, int]]) -> Logbook:
     return book
 
 
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A log is some milliseconds of hashing to draw; on a busy machine that is no news."""
+
 logs = st.lists(choices, min_size=RECORDS_MIN, max_size=RECORDS_MAX).map(written)
 
 
@@ -130,6 +133,7 @@ def lasting(effects: Iterable[ReadEffect]) -> list[ReadEffect]:
     return [effect for effect in effects if not isinstance(effect, Reread)]
 
 
+@unhurried
 @given(logs)
 def test_fold_of_any_records_never_raises_and_is_deterministic(book: Logbook) -> None:
     """Whatever lies in the log, a reader gets to its end, and two readers say the same all the way."""
@@ -139,6 +143,7 @@ def test_fold_of_any_records_never_raises_and_is_deterministic(book: Logbook) ->
     assert book.high_watermark == one.position == one.applied
 
 
+@unhurried
 @given(logs, st.integers(0, RECORDS_MAX))
 def test_fold_of_a_prefix_and_then_the_rest_is_the_fold_of_all(book: Logbook, cut: int) -> None:
     """Where a reader pauses makes no difference: fold(prefix) + fold(rest) = fold(all)."""
@@ -153,6 +158,7 @@ def test_fold_of_a_prefix_and_then_the_rest_is_the_fold_of_all(book: Logbook, cu
     assert states(whole) == states(paused)
 
 
+@unhurried
 @given(logs, st.integers(0, RECORDS_MAX), st.integers(0, RECORDS_MAX))
 def test_fold_of_any_window_again_changes_nothing(book: Logbook, begin: int, count: int) -> None:
     """A reader that delivers twice does no harm, whatever it delivers."""
@@ -164,6 +170,7 @@ def test_fold_of_any_window_again_changes_nothing(book: Logbook, begin: int, cou
     assert before == states(core)
 
 
+@unhurried
 @given(logs)
 def test_refused_record_leaves_its_session_as_it_was(book: Logbook) -> None:
     """INV-REFUSED: only the owner's own misfit changes anything, and only that the session is broken."""
@@ -187,6 +194,7 @@ def test_refused_record_leaves_its_session_as_it_was(book: Logbook) -> None:
         assert before == after
 
 
+@unhurried
 @given(logs, st.lists(st.integers(0, RECORDS_MAX), min_size=3, max_size=3))
 def test_equal_chains_mean_equal_caches(book: Logbook, begins: list[int]) -> None:
     """Readers that began anywhere and have equal chains hold the same tokens, shard by shard, under the same claim."""
@@ -205,6 +213,7 @@ def test_equal_chains_mean_equal_caches(book: Logbook, begins: list[int]) -> Non
                     assert seen.setdefault((session, state.chain), tokens) == tokens
 
 
+@unhurried
 @given(logs, logs)
 def test_clone_is_independent(book: Logbook, other: Logbook) -> None:
     """What is folded into a copy, the original does not see, nor the other way round."""
@@ -223,6 +232,7 @@ def test_clone_is_independent(book: Logbook, other: Logbook) -> None:
         assert after == clone
 
 
+@unhurried
 @given(logs, st.sets(st.integers(0, RECORDS_MAX), max_size=4))
 def test_fold_with_holes_and_unreadable_records_never_raises(book: Logbook, damaged: set[int]) -> None:
     """A reader that loses records knows less, never something else: what it holds, a reader of everything held."""

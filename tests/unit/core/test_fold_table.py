@@ -301,6 +301,17 @@ def test_usable_finds_each_first_difference() -> None:
         assert shard.usable(array("I", theirs), CONTEXT, IDENTITY) == at
 
 
+@pytest.mark.parametrize(
+    ("standing", "expected"),
+    [("unrooted", None), ("ended", None), ("whole", ("weights", IDENTITY.weights, OTHER_WEIGHTS.weights))],
+)
+def test_state_says_in_which_field_an_engine_differs(standing: str, expected: object) -> None:
+    """An engine that gets nothing to attach is told why; where there is nothing, there is no difference."""
+    state = STANDINGS[standing]()
+    assert expected == state.differs(OTHER_WEIGHTS)
+    assert state.differs(IDENTITY) is None
+
+
 def test_session_identity_follows_its_newest_claim() -> None:
     """Session, epoch and writer are the claim's."""
     state = with_history(20)

@@ -115,6 +115,17 @@ def test_log_that_does_not_answer_is_asked_a_bounded_number_of_times(a: Machine)
     assert a.core.takeovers_in_flight == 0
 
 
+def test_log_that_does_not_answer_about_a_partition_that_is_not_followed_is_given_up(
+    cluster: Cluster,
+) -> None:
+    """There is nothing to keep or to let go of."""
+    b = cluster.machine("B", first=None)
+    b.open(1)
+    effects = [effect for _ in range(TINY.claim_attempts) for effect in b.no_answer()]
+    assert [unlogged(UnloggedReason.LOG_UNAVAILABLE)] == told(effects)
+    assert {} == b.core.partitions
+
+
 def test_claim_that_cannot_be_appended_is_tried_a_bounded_number_of_times(a: Machine) -> None:
     """A claim of unknown outcome is followed by another claim, never by anything under it."""
     a.open(1)

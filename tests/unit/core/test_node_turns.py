@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,7 +32,7 @@ from kvlog.core.inputs import (
 from kvlog.core.myself import Myself
 from kvlog.core.node import NodeCore
 from kvlog.core.session import Standing
-from kvlog.ids import Epoch, NodeId, Offset, Partition, Position, SessionId, Turn
+from kvlog.ids import Epoch, NodeId, Offset, Partition, Position, Seq, SessionId, Turn
 from kvlog.limits import TINY
 from kvlog.records import Claim, Entry, Truncate
 from kvlog.wire.header import header_bytes
@@ -333,6 +334,32 @@ def test_own_record_that_does_not_fit_ends_the_turn(cluster: Cluster, a: Machine
     assert a.state().standing is Standing.BROKEN  # type: ignore[union-attr]
     a.write(1, 2, 3)
     assert a.state().standing is Standing.WHOLE  # type: ignore[union-attr]
+
+
+def test_owner_whose_first_record_was_lost_ends_the_turn(cluster: Cluster) -> None:
+    """Without history and without its Truncate(0) it cannot judge even its own records: claim anew and rewrite."""
+    cluster.book.claim("A")
+    b = cluster.machine("B", first=1)
+    b.own(1)
+    b.rows(1)
+    b.sent.pop(0)
+    b.land()
+    assert [ended(1, TurnEndReason.REFUSED)] == told(b.read())
+    b.own(1)
+    b.write(1)
+    assert Standing.WHOLE is b.state().standing  # type: ignore[union-attr]
+
+
+def test_record_of_a_stranger_under_our_epoch_ends_nothing(cluster: Cluster, a: Machine) -> None:
+    """Only our own writer speaks for us, and only what nobody can judge is news."""
+    a.own(1)
+    a.write(1)
+    state = cluster.book.state()
+    foreign = replace(truncate(state, 0), writer=writer("Z"))
+    for record in (foreign, replace(truncate(state, 0), seq=Seq(0)), replace(foreign, epoch=Epoch(9))):
+        cluster.book.append(seal(state, record))
+    assert [] == told(a.read())
+    assert a.core.primary(S) is not None
 
 
 @pytest.mark.parametrize("disturbance", [HoleRead, LogReplacedRead])

@@ -190,6 +190,7 @@ def test_sessions_past_the_bound_are_dropped_least_recently_written_first() -> N
         e for e in effects if isinstance(e, DropSession)
     ]
     assert ["c", "a", "d"] == [state.session for state in core.sessions()]
+    assert core.session_count == TINY.sessions_a_partition
 
 
 def test_held_sessions_are_not_pushed_out() -> None:
