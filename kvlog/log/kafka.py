@@ -7,6 +7,7 @@ kvlog.log.kafka_link.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from kvlog.errors import ConfigError, LocalProtocolError, LogUnavailable
@@ -204,14 +205,18 @@ class KafkaLog:
         return reader
 
     async def _bounds(self, topic: str, partition: Partition) -> PartitionBounds:
-        problem = LogUnavailable(where=self.where, problem=f"{topic} has no leader")
-        for _ in range(_BOUNDS_TRIES):
-            try:
-                start, end = await bounds_of(self._link, topic, partition, self._leaders.get(topic, {}))
-                return PartitionBounds(start, end)
-            except LogUnavailable as error:
-                problem = error
-            seen = await self._link.describe(topic)
-            self._leaders[topic] = seen.leaders if seen is not None else {}
-            await asyncio.sleep(_BOUNDS_PAUSE_SECONDS)
+        problem = LogUnavailable(where=self.where, problem=f"{topic}: no answer in time")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._options.timeout_seconds):
+                for _ in range(_BOUNDS_TRIES):
+                    try:
+                        start, end = await bounds_of(
+                            self._link, topic, partition, self._leaders.get(topic, {})
+                        )
+                        return PartitionBounds(start, end)
+                    except LogUnavailable as error:
+                        problem = error
+                    seen = await self._link.describe(topic)
+                    self._leaders[topic] = seen.leaders if seen is not None else {}
+                    await asyncio.sleep(_BOUNDS_PAUSE_SECONDS)
         raise problem

@@ -151,6 +151,9 @@ def translate(error: BaseException, *, where: str) -> KvlogError:
     match error:
         case KvlogError():
             return error
+        case kafka.KafkaConnectionError(__cause__=ssl.SSLError() as cause):
+            # TLS 1.3 refuses a client's certificate after the handshake, when we already wait for an answer.
+            return translate(cause, where=where)
         case kafka.UnsupportedSaslMechanismError():
             return _config(
                 "log.kafka.sasl_mechanism", where, error, "use a mechanism that the broker enables"

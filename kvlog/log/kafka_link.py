@@ -157,14 +157,22 @@ class KafkaLink:
             node: a broker's id; None: any that can be reached, each is tried once.
             request: one of aiokafka's, or of kafka_protocol.
         """
+        whole = self._options.timeout_seconds
         if node is not None:
-            return await self._send(node, request)
+            return await self._send(node, request, whole)
         last: KvlogError = LogUnavailable(where=self.where, problem="no address")
-        for candidate in self._candidates():
+        candidates = self._candidates()
+        deadline = asyncio.get_running_loop().time() + whole
+        # One that hangs must leave time for another.
+        share = whole if len(candidates) == 1 else whole / 2
+        for candidate in candidates:
             try:
-                return await self._send(candidate, request)
+                return await self._send(candidate, request, share)
             except LogUnavailable as error:
                 last = error
+            share = min(share, deadline - asyncio.get_running_loop().time())
+            if share <= 0:
+                break
         raise last
 
     async def close(self) -> None:
@@ -198,11 +206,12 @@ class KafkaLink:
             self._connections.pop(node).close()
         self._nodes = {n: address for n, address in self._nodes.items() if n < 0} | seen
 
-    async def _send(self, node: int, request: Request[Any]) -> Any:  # noqa: ANN401 - see send
+    async def _send(self, node: int, request: Request[Any], seconds: float) -> Any:  # noqa: ANN401 - see send
         where = self._where(node)
         try:
-            connection = await self._connection(node)
-            return await connection.send(request)
+            async with asyncio.timeout(seconds):
+                connection = await self._connection(node)
+                return await connection.send(request)
         except TimeoutError as error:
             # The answer may still come; a new connection keeps it apart from the next request's.
             self._discard(node)
@@ -230,24 +239,28 @@ class KafkaLink:
 
     async def _connect(self, host: str, port: int) -> aiokafka_conn.AIOKafkaConnection:
         security = self._options.security
-        async with asyncio.timeout(self._options.timeout_seconds):
-            return await aiokafka_conn.create_conn(
-                host,
-                port,
-                client_id=self._options.client_id,
-                request_timeout_ms=int(self._options.timeout_seconds * 1000),
-                ssl_context=self._ssl,
-                security_protocol=security.protocol.value,
-                max_idle_ms=_IDLE_MS,
-                sasl_mechanism=security.sasl_mechanism.value if security.uses_sasl else None,
-                sasl_plain_username=security.username,
-                sasl_plain_password=security.password,
-            )
+        return await aiokafka_conn.create_conn(
+            host,
+            port,
+            client_id=self._options.client_id,
+            request_timeout_ms=int(self._options.timeout_seconds * 1000),
+            ssl_context=self._ssl,
+            security_protocol=security.protocol.value,
+            max_idle_ms=_IDLE_MS,
+            sasl_mechanism=security.sasl_mechanism.value if security.uses_sasl else None,
+            sasl_plain_username=security.username,
+            sasl_plain_password=security.password,
+        )
 
-    def _hung_up(self, node: int, error: Exception) -> LogUnavailable:
+    def _hung_up(self, node: int, error: Exception) -> KvlogError:
         """A listener that speaks another protocol than we do says nothing about it: it hangs up."""
-        problem = f"{translate(error, where='').problem}; if it stays so, see that the listener speaks"
-        return LogUnavailable(where=self._where(node), problem=f"{problem} {self._options.security.protocol}")
+        told = translate(error, where=self._where(node))
+        if not isinstance(told, LogUnavailable):
+            return told
+        problem = (
+            f"{told.problem}; if it stays so, see that the listener speaks {self._options.security.protocol}"
+        )
+        return LogUnavailable(where=self._where(node), problem=problem)
 
     def _discard(self, node: int) -> None:
         connection = self._connections.pop(node, None)

@@ -186,7 +186,11 @@ class KafkaReader:
             ConfigError: we lack the right Read on the group.
         """
         assert self._offsets is not None, "a reader without a group has nowhere to commit to"
-        await self._offsets.commit(self._topic.name, applied)
+        try:
+            async with asyncio.timeout(self._options.timeout_seconds):
+                await self._offsets.commit(self._topic.name, applied)
+        except TimeoutError:
+            raise LogUnavailable(where=self._link.where, problem="offsets not stored in time") from None
 
     async def close(self) -> None:
         """See base.LogReader.close."""

@@ -10,7 +10,7 @@ from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
 from kvlog.errors import ConfigError, LogUnavailable
 from kvlog.log.kafka_errors import Code, code_name, denied
 from kvlog.log.kafka_link import NO_LEADER, Right, TopicSeen
-from kvlog.log.topics import TopicFound, differences, refuse_unusable
+from kvlog.log.topics import TopicFound, config_command, differences, refuse_unusable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,9 +60,14 @@ class TopicKeeper:
         bootstrap = self._options.bootstrap
         refuse_unusable(wanted, found, bootstrap=bootstrap)
         limit = wanted.message_bytes_min if config is None else int(config["max.message.bytes"])
-        said = differences(
-            wanted, found, replication_wanted=self._options.records.replication, bootstrap=bootstrap
-        )
+        replication = self._options.records.replication
+        said = differences(wanted, found, replication_wanted=replication, bootstrap=bootstrap)
+        if limit > self._options.fetch_bytes_max:
+            command = config_command(
+                bootstrap, wanted.name, "max.message.bytes", str(wanted.message_bytes_min)
+            )
+            held = f"more than a reader means to hold ({self._options.fetch_bytes_max})"
+            said = (*said, f"Topic {wanted.name} takes messages of {limit} bytes, {held}: {command}.")
         return seen, limit, said
 
     async def find(self, topic: str) -> tuple[TopicSeen, int]:

@@ -64,6 +64,7 @@ class KafkaWriter:
         self._leaders: Mapping[int, int] = {}
         self._busy: Counter[int] = Counter()
         self._producer: ProducerId | None = None
+        self._asking = asyncio.Lock()
         self._refused: ConfigError | None = None
         self._trouble: KvlogError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -308,6 +309,12 @@ class KafkaWriter:
         self._pump_soon()
 
     async def _ask_producer_id(self) -> None:
+        # One at a time: a second id would meet sequence numbers that were begun under the first.
+        async with self._asking:
+            if self._producer is None:
+                await self._ask_producer_id_once()
+
+    async def _ask_producer_id_once(self) -> None:
         try:
             response = await self._link.send(None, InitProducerIdRequest(None, _NEVER_TIMES_OUT_MS))
         except LogUnavailable as error:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvlog.log.base import LogMessage, LogReader, LogWriter
     from tests.kafka.broker import Cluster
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
 
 PARTITIONS = tuple(Partition(p) for p in range(3))
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from kvlog.log.base import LogWriter
     from tests.kafka.broker import Broker, Cluster
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
 
-TIMEOUT_SECONDS = 3.0
+TIMEOUT_SECONDS = 2.0
 """Of one request: much less than a broker needs to start, so every outage here is longer."""
 
 START_SECONDS = 90.0
@@ -159,16 +159,18 @@ async def test_broker_that_hangs_holds_nothing_over_its_deadline(
     await append(writer, P0, b"0")
     await collect(reader, 1)
     broker.pause()
-    began = time.monotonic()
     future = await writer.append(request(P0, b"1"))
     assert [] == list(await reader.poll(bytes_max=1000, timeout_seconds=0.5))
-    with pytest.raises(LogUnavailable):
-        await fragile_log.bounds(P0)
-    with pytest.raises(LogUnavailable):
-        await reader.commit({P0: Offset(1)})
-    with pytest.raises(LogUnavailable):
-        await fragile_log.writer()
-    assert time.monotonic() - began < 8 * TIMEOUT_SECONDS
+    for call in (
+        fragile_log.bounds(P0),
+        fragile_log.identity(),
+        reader.commit({P0: Offset(1)}),
+        fragile_log.writer(),
+    ):
+        began = time.monotonic()
+        with pytest.raises(LogUnavailable):
+            await call
+        assert time.monotonic() - began < TIMEOUT_SECONDS + 1.0
     assert not future.done()
     broker.resume()
     assert 1 == await asyncio.wait_for(future, 30)

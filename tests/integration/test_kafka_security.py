@@ -15,7 +15,7 @@ from kvlog.log.topics import RecordsWanted, records_topic
 from tests.contract.log_steps import P0, ZERO, append, collect, values_of
 from tests.kafka.admin import Admin
 from tests.kafka.broker import USERS
-from tests.kafka.certificate import make_certificate
+from tests.kafka.certificate import AUTHORITY, KEYSTORE, make_certificate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,10 +107,25 @@ async def test_mechanism_that_the_broker_lacks_is_refused(secure: KafkaOptions) 
 
 async def test_unknown_authority_is_refused(secure: KafkaOptions, tmp_path: Path) -> None:
     """A broker that nobody we trust has signed names the setting with the authorities."""
-    stranger = tmp_path / "authority.pem"
-    make_certificate(keystore=tmp_path / "keystore.pem", authority=stranger)
-    refused = await refused_open(replace(secure, security=replace(secure.security, ssl_cafile=stranger)))
+    make_certificate(tmp_path)
+    stranger = replace(secure.security, ssl_cafile=tmp_path / AUTHORITY)
+    refused = await refused_open(replace(secure, security=stranger))
     assert "log.kafka.ssl_cafile" == refused.setting
+
+
+async def test_certificate_of_our_own_is_shown_to_the_broker(
+    kafka_cluster: Cluster, secure: KafkaOptions, tmp_path: Path
+) -> None:
+    """The broker takes a certificate that its authority signed, and refuses a stranger's: so ours is really sent."""
+    await grant(kafka_cluster, secure.topic_prefix, "Create", "Describe", "DescribeConfigs", "Read", "Write")
+    known = replace(secure.security, ssl_certfile=kafka_cluster.authority.with_name(KEYSTORE))
+    log = KafkaLog(replace(secure, security=known))
+    await log.open()
+    await log.close()
+    make_certificate(tmp_path)
+    stranger = replace(secure.security, ssl_certfile=tmp_path / KEYSTORE)
+    refused = await refused_open(replace(secure, security=stranger))
+    assert "log.kafka.ssl_certfile" in str(refused.setting)
 
 
 async def test_listener_of_another_protocol_is_unavailable_with_a_hint(

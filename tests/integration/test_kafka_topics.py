@@ -141,6 +141,14 @@ async def test_open_reports_each_difference_in_a_sentence(
         assert f"--bootstrap-server {kafka_broker}" in sentence
 
 
+async def test_open_with_huge_messages_reports_it(kafka_broker: str, kafka_prefix: str, admin: Admin) -> None:
+    """A topic that takes larger messages than a reader means to hold is said; it can be read all the same."""
+    config = dict(wanted_records(kafka_prefix, RECORDS, brokers=1).config) | {"max.message.bytes": "99000000"}
+    await admin.create(records_topic(kafka_prefix), 3, config)
+    (sentence,) = await said_by_open(kafka_broker, kafka_prefix)
+    assert "99000000 bytes, more than a reader means to hold" in sentence
+
+
 async def test_open_with_fewer_brokers_than_copies_reports_it(kafka_broker: str, kafka_prefix: str) -> None:
     """Three copies on one broker become one, and that is said for each topic."""
     said = await said_by_open(kafka_broker, kafka_prefix, RecordsWanted(partitions=3, replication=30))

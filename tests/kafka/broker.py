@@ -21,7 +21,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from tests.kafka.certificate import make_certificate
+from tests.kafka.certificate import AUTHORITY, KEYSTORE, make_certificate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -168,14 +168,14 @@ def is_open(port: int) -> bool:
     return True
 
 
-def settings_of(number: int, ports: Sequence[int], data: Path, keystore: Path) -> dict[str, str]:
+def settings_of(number: int, ports: Sequence[int], data: Path, folder: Path) -> dict[str, str]:
     """A broker's server.properties, but for the quorum and the number of copies.
 
     Args:
         number: Its node id.
         ports: Of PLAINTEXT, SASL_SSL and the controller.
         data: Its log directory.
-        keystore: Its key and certificate.
+        folder: Where `make_certificate` wrote.
     """
     plain, secure, controller = ports
     jaas = "org.apache.kafka.common.security.plain.PlainLoginModule required"
@@ -191,7 +191,11 @@ def settings_of(number: int, ports: Sequence[int], data: Path, keystore: Path) -
         "sasl.enabled.mechanisms": "PLAIN",
         "listener.name.sasl_ssl.plain.sasl.jaas.config": f"{jaas} {users};",
         "ssl.keystore.type": "PEM",
-        "ssl.keystore.location": str(keystore),
+        "ssl.keystore.location": str(folder / KEYSTORE),
+        "ssl.truststore.type": "PEM",
+        "ssl.truststore.location": str(folder / AUTHORITY),
+        # A client without a certificate is let in; one with a certificate must have it from our authority.
+        "listener.name.sasl_ssl.ssl.client.auth": "requested",
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         "super.users": "User:ANONYMOUS",
         "log.dirs": str(data),
@@ -364,8 +368,8 @@ class JarCluster:
     def __post_init__(self) -> None:
         """Chooses ports and writes down what each broker is to be."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.authority, keystore = self.folder / "authority.pem", self.folder / "keystore.pem"
-        make_certificate(keystore=keystore, authority=self.authority)
+        make_certificate(self.folder)
+        self.authority = self.folder / AUTHORITY
         cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode().replace("-", "A")
         ports = free_ports(3 * self.count)
         triples = [ports[3 * n : 3 * n + 3] for n in range(self.count)]
@@ -379,7 +383,7 @@ class JarCluster:
                 self.folder / str(n),
                 self.tools,
                 cluster_id,
-                settings_of(n, triple, self.folder / str(n) / "data", keystore) | shared,
+                settings_of(n, triple, self.folder / str(n) / "data", self.folder) | shared,
             )
             for n, triple in enumerate(triples)
         ]

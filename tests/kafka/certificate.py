@@ -14,7 +14,10 @@ from cryptography.x509.oid import NameOID
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["make_certificate"]
+__all__ = ["AUTHORITY", "KEYSTORE", "make_certificate"]
+
+AUTHORITY = "authority.pem"
+KEYSTORE = "keystore.pem"
 
 VALID = dt.timedelta(days=2)
 
@@ -36,8 +39,8 @@ def _builder(subject: str, issuer: str, key: ec.EllipticCurvePrivateKey) -> x509
     )
 
 
-def make_certificate(*, keystore: Path, authority: Path) -> None:
-    """Writes a broker's keystore (PKCS#8 key, then certificate, in one PEM file) and the authority that signed it."""
+def make_certificate(folder: Path) -> None:
+    """Writes KEYSTORE (PKCS#8 key, then certificate, for a broker or a client) and the AUTHORITY that signed it."""
     root_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     root = (
         _builder("kvlog test authority", "kvlog test authority", root_key)
@@ -53,5 +56,5 @@ def make_certificate(*, keystore: Path, authority: Path) -> None:
     )
     pem = serialization.Encoding.PEM
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    keystore.write_bytes(private + certificate.public_bytes(pem))
-    authority.write_bytes(root.public_bytes(pem))
+    (folder / KEYSTORE).write_bytes(private + certificate.public_bytes(pem))
+    (folder / AUTHORITY).write_bytes(root.public_bytes(pem))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.kafka.broker import START_SECONDS, BrokerFailed, copies_of, free_ports, is_open, settings_of
-from tests.kafka.certificate import make_certificate
+from tests.kafka.certificate import AUTHORITY, make_certificate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,10 +121,10 @@ class ContainerCluster:
         from testcontainers.core.container import DockerContainer
 
         folder.mkdir(parents=True, exist_ok=True)
-        self.authority, keystore = folder / "authority.pem", folder / "keystore.pem"
-        make_certificate(keystore=keystore, authority=self.authority)
+        make_certificate(folder)
+        self.authority = folder / AUTHORITY
         self._ports = free_ports(3)
-        settings = settings_of(0, self._ports, folder / "data", keystore) | copies_of(1)
+        settings = settings_of(0, self._ports, folder / "data", folder) | copies_of(1)
         settings["controller.quorum.voters"] = f"0@127.0.0.1:{self._ports[2]}"
         properties = folder / "server.properties"
         properties.write_text(
