@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from daemon.settings import load_settings
 from daemon.telemetry import Event, configure_diagnostics
-from kvlog.errors import ConfigError
+from kvlog.errors import ConfigError, KvlogError
 from kvlog.log.allocator import tune_allocator
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"kvlogd: {error}\n")
         return EX_CONFIG
+    except KvlogError as error:
+        sys.stderr.write(f"kvlogd: {error}\n")
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -132,7 +132,7 @@ class EngineControl:
     async def drain(self, seconds_max: float) -> None:
         """Publish what is in the rings now, for at most so long."""
         for engine in self._engines.values():
-            engine.intake.wake()
+            engine.intake.stop_holding_back()
         try:
             async with asyncio.timeout(seconds_max):
                 for engine in list(self._engines.values()):
@@ -205,8 +205,7 @@ class EngineControl:
         engine = self._engines.get(peer)
         if entry is None or entry.peer is not peer or engine is None:
             return
-        entry.closing = True
-        engine.intake.wake()
+        engine.intake.close_turn(entry)
 
     def release(self, peer: Peer, message: link.Release) -> None:
         """The attach is done."""
@@ -231,15 +230,17 @@ class EngineControl:
         self._parts.telemetry.say(
             Event.ENGINE_GONE, engine=peer.hello.engine, pid=peer.credentials.pid, cause=str(cause or "")
         )
+        for entry in self._parts.turns.of_peer(peer):
+            engine.intake.close_turn(
+                entry
+            )  # now: the next request of the session waits for it, or is refused as busy
         if self._tasks is not None:
             self._tasks.create_task(self._bury(peer, engine))
 
     async def _bury(self, peer: Peer, engine: _Engine) -> None:
         turns = self._parts.turns
-        for entry in turns.of_peer(peer):
-            entry.closing = True
         if not engine.task.done():
-            engine.intake.wake()
+            engine.intake.stop_holding_back()
             try:
                 async with asyncio.timeout(_CLOSED_DRAIN_SECONDS):
                     await engine.intake.drained()
@@ -255,12 +256,11 @@ class EngineControl:
     async def _closing_done(self, session: SessionId, deadline: float) -> None:
         """A turn that is being closed is not in the way of the next one for longer than its rows need."""
         entry = self._parts.turns.of_session(session)
-        engine = self._engines.get(entry.peer) if entry is not None and entry.closing else None
-        if engine is None:
+        if entry is None or entry.closing_at is None:
             return
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                await engine.intake.drained()
+                await entry.ended.wait()
         except TimeoutError:
             pass
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from kvlog.errors import ConfigError, DecodeError, LogUnavailable
+from daemon.neighbours import Neighbours
+from daemon.telemetry import Event
+from kvlog.errors import ConfigError, LogReplaced, LogUnavailable, OutcomeUnknown
 from kvlog.wire.frame import FORMAT_VERSION
-from kvlog.wire.tables import NODES, SESSIONS, NodeRow, SessionRow, decode_node, encode_row
+from kvlog.wire.tables import NODES, SESSIONS, NodeRow, SessionRow, encode_row
 
 if TYPE_CHECKING:
     from daemon.node import NodeShell
+    from daemon.telemetry import Telemetry
     from daemon.turns import TurnRegistry
     from kvlog.buffers.pool import BlockPool
     from kvlog.core.effects import SessionClaimed
+    from kvlog.core.myself import Myself
     from kvlog.ids import NodeId, SessionId, Writer
     from kvlog.log.base import Log, Table
 
@@ -26,26 +31,25 @@ _BEAT_SECONDS = 1.0
 _CLAIMS_MAX = 10_000
 _BROKEN_MAX = 100
 _BUSY_MAX = 1000
-_TAKEN_BEATS = 3
-"""Another incarnation's heartbeat under our name, so many times while we run: two daemons share a node id."""
+_GOODBYE_SECONDS = 2.0
 
 
 class NodeIndex:
     """Writes the tables; a row that cannot be written is written a second later, or not."""
 
     def __init__(
-        self, shell: NodeShell, pool: BlockPool, turns: TurnRegistry, node: NodeId, writer: Writer
+        self, shell: NodeShell, pool: BlockPool, turns: TurnRegistry, telemetry: Telemetry, myself: Myself
     ) -> None:
         self._shell = shell
         self._pool = pool
         self._turns = turns
-        self._node = node
-        self._writer = writer
+        self._telemetry = telemetry
+        self._node: NodeId = myself.node
+        self._writer: Writer = myself.writer
+        self.neighbours = Neighbours(myself.node, myself.writer.hex())
         self._claims: deque[SessionRow] = deque(maxlen=_CLAIMS_MAX)
         self._broken: set[SessionId] = set()
         self._beat = 0
-        self._others = 0
-        self._others_seen: tuple[str, int] | None = None
         self.metrics_address = ""
         self.log_identity = ""
 
@@ -92,20 +96,22 @@ class NodeIndex:
         nodes, sessions = await log.table(NODES), await log.table(SESSIONS)
         while True:
             try:
+                await self._look(nodes)
                 await self._write(nodes, sessions)
-                await self._look_for_a_twin(nodes)
-            except LogUnavailable:
-                pass  # the log's own loops say so
+            except (LogUnavailable, OutcomeUnknown, LogReplaced):
+                pass  # the log's own loops say so; a row that may be there is written again
             await asyncio.sleep(_BEAT_SECONDS)
 
     async def say_goodbye(self, log: Log) -> None:
         """The last heartbeat.
 
         Raises:
-            LogUnavailable: it could not be written; others notice by the silence.
+            LogUnavailable: it is not there; others notice by the silence.
+            OutcomeUnknown: it may not be there.
         """
-        table = await log.table(NODES)
-        await table.put(self._node.encode(), encode_row(self._row(leaving=True)))
+        async with asyncio.timeout(_GOODBYE_SECONDS):
+            table = await log.table(NODES)
+            await table.put(self._node.encode(), encode_row(self._row(leaving=True)))
 
     async def _write(self, nodes: Table, sessions: Table) -> None:
         await nodes.put(self._node.encode(), encode_row(self._row(leaving=False)))
@@ -114,23 +120,16 @@ class NodeIndex:
             await sessions.put(row.session.encode(), encode_row(row))
             self._claims.popleft()
 
-    async def _look_for_a_twin(self, nodes: Table) -> None:
-        for row in await nodes.refresh():
-            if row.key != self._node.encode() or row.value is None:
-                continue
-            try:
-                seen = decode_node(row.value)
-            except DecodeError:
-                continue
-            beat = (seen.incarnation, seen.beat)
-            if seen.incarnation == self._writer.hex() or seen.leaving or beat == self._others_seen:
-                continue
-            self._others += self._others_seen is not None and self._others_seen[0] == seen.incarnation
-            self._others_seen = beat
-        if self._others >= _TAKEN_BEATS:
+    async def _look(self, nodes: Table) -> None:
+        """Before we write: a table has one value a key, and what a twin wrote under ours is seen only until then."""
+        rows = await nodes.refresh()
+        self.neighbours.look(rows, time.monotonic(), own_beat=self._beat)
+        twin = self.neighbours.twin
+        if twin is not None:
+            self._telemetry.say(Event.NODE_ID_TAKEN, incarnation=twin)
             raise ConfigError(
                 setting="node.id",
-                problem=f"{self._node!r} is used by another running daemon (incarnation {self._others_seen})",
+                problem=f"{self._node!r} is used by a daemon that runs already (incarnation {twin})",
                 fix="give each daemon a node.id of its own",
             )
 

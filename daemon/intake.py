@@ -1,7 +1,8 @@
 """From an engine's ring to the core: check whose rows they are, batch by mode, cut to records, encode.
 
 One RowIntake an engine. A step that cannot be published now (the publisher is full) stays in the ring; the ring then
-fills, the adapter keeps its cursor and catches up later.
+fills, the adapter keeps its cursor and catches up later. What waits for rows to be out of the ring waits for a number
+of bytes, not for an empty ring: under load, or behind a bandwidth cap, a ring is never empty.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvlog.buffers.doorbell import create_doorbell
 from kvlog.buffers.ring import RingReader, create_ring
 from kvlog.checksums import checksum
 from kvlog.core.inputs import CloseTurn, EncodedRows
-from kvlog.errors import DecodeError
+from kvlog.errors import DecodeError, KvlogError
 from kvlog.ids import Position, Shard
 from kvlog.modes import SyncKind
 from kvlog.records import Codec
@@ -43,6 +44,9 @@ _IDLE_SECONDS = 0.5
 """A doorbell that was missed costs at most so long."""
 _THREAD_BYTES_MIN = 64 << 10
 """Below this, handing the encoding to a thread costs more than it saves."""
+
+_TAKE_SECONDS = 0.05
+"""So long rows are taken before those that are due, and turns that are closed, get their turn."""
 
 _EMPTY = memoryview(b"")
 
@@ -73,6 +77,8 @@ class RowIntake:
         self._rung = asyncio.Event()
         self._drained = asyncio.Event()
         self._drained.set()
+        self._drain_to = 0
+        self._holds_back = True
 
     @property
     def fds(self) -> tuple[int, int]:
@@ -85,20 +91,31 @@ class RowIntake:
         return self._memory.size_bytes
 
     def wake(self) -> None:
-        """Look at the ring now: a turn is to be closed."""
+        """Look at the ring now, and say `drained` once what is in it now was taken."""
+        self._drain_to = self._reader.counts.bytes + self._reader.bytes_used
         self._drained.clear()
         self._rung.set()
 
+    def close_turn(self, turn: OpenTurnEntry) -> None:
+        """End a turn of this engine once the rows that are in the ring now were taken."""
+        self.wake()
+        turn.closing_at = self._drain_to
+
+    def stop_holding_back(self) -> None:
+        """Flush what `every` holds back, now and from now on: the daemon is about to stop."""
+        self._holds_back = False
+        self.wake()
+
     async def drained(self) -> None:
-        """Wait until the ring was empty after the last `wake`."""
+        """Wait until what was in the ring at the last `wake` was taken and given to the log."""
         await self._drained.wait()
 
-    async def run(self, peer: Peer, on_corrupt: Callable[[DecodeError], None]) -> None:
+    async def run(self, peer: Peer, on_corrupt: Callable[[KvlogError], None]) -> None:
         """Take rows as they come.
 
         Args:
             peer: the engine.
-            on_corrupt: called once if the ring holds nonsense; the link must then be closed.
+            on_corrupt: called once if the ring holds what cannot be logged; the link must then be closed.
         """
         loop = asyncio.get_running_loop()
         loop.add_reader(self._doorbell.fileno(), self._rung.set)
@@ -107,12 +124,12 @@ class RowIntake:
                 await self._wait(peer)
                 self._doorbell.clear()
                 self._rung.clear()
-                await self._take_all()
+                await self._take_some()
                 await self._flush_due(peer, time.monotonic())
-                await self._finish_closing(peer)
-                if not self._rung.is_set():
+                self._finish_closing(peer)
+                if self._reader.counts.bytes >= self._drain_to:
                     self._drained.set()
-        except DecodeError as error:
+        except KvlogError as error:
             on_corrupt(error)
         finally:
             self._drained.set()
@@ -125,6 +142,8 @@ class RowIntake:
         self._doorbell.close()
 
     async def _wait(self, peer: Peer) -> None:
+        if self._reader.bytes_used:
+            return
         seconds = _IDLE_SECONDS
         for entry in self._parts.turns.of_peer(peer):
             for batch in entry.batches.values():
@@ -136,12 +155,16 @@ class RowIntake:
         except TimeoutError:
             pass
 
-    async def _take_all(self) -> None:
+    async def _take_some(self) -> None:
+        """Until the ring is empty, or for a while."""
+        until = time.monotonic() + _TAKE_SECONDS
         while (entry := self._reader.peek()) is not None:
             await self._parts.publisher.room()
             await self._take(entry)
             self._reader.release()
             await asyncio.sleep(0)
+            if time.monotonic() > until:
+                return
 
     async def _take(self, entry: RingEntry) -> None:
         metrics = self._parts.telemetry.metrics
@@ -151,6 +174,11 @@ class RowIntake:
                 metrics.rows_dropped.inc(part.row.n)
                 continue
             metrics.rows_taken.inc(part.row.n)
+            if entry.row_bytes not in (0, turn.layout.row_bytes):
+                problem = (
+                    f"rows of {entry.row_bytes} bytes, and the engine's layout has {turn.layout.row_bytes}"
+                )
+                raise DecodeError(problem=problem)
             if turn.mode.kind is SyncKind.EVERY:
                 await self._batch(turn, part, entry.row_bytes)
             else:
@@ -173,17 +201,22 @@ class RowIntake:
     async def _flush_due(self, peer: Peer, now: float) -> None:
         for turn in self._parts.turns.of_peer(peer):
             for shard, batch in list(turn.batches.items()):
-                if turn.closing or batch.since + turn.mode.milliseconds / 1000 <= now:
+                over = turn.closing_at is not None or not self._holds_back
+                if over or batch.since + turn.mode.milliseconds / 1000 <= now:
                     await self._flush(turn, shard)
 
     async def _flush(self, turn: OpenTurnEntry, shard: Shard) -> None:
         batch = turn.batches.pop(shard)
         await self._publish(turn, shard, batch.start, tuple(batch.tokens), memoryview(batch.rows))
 
-    async def _finish_closing(self, peer: Peer) -> None:
+    def _finish_closing(self, peer: Peer) -> None:
         """Turns whose engine has closed them end once their rows are out of the ring."""
         for turn in self._parts.turns.of_peer(peer):
-            if turn.closing:
+            if (
+                turn.closing_at is not None
+                and self._reader.counts.bytes >= turn.closing_at
+                and not turn.batches
+            ):
                 self._parts.turns.pop(turn.turn)
                 self._parts.shell.step(CloseTurn(turn.turn))
 

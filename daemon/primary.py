@@ -177,11 +177,14 @@ class Publisher:
         self._telemetry.say(
             Event.APPEND_FAILED, session=record.session, epoch=record.epoch, problem=str(error or "cancelled")
         )
-        self._lost.add((record.session, record.epoch))
-        self._finish(pending)
-        if isinstance(record, Claim) and self._tasks is not None:
-            self._tasks.create_task(self._fail_claim(record))
+        if isinstance(record, Claim):
+            # Nothing is queued under an epoch that is not won yet; and the next claim may be for the same one again.
+            self._finish(pending)
+            if self._tasks is not None:
+                self._tasks.create_task(self._fail_claim(record))
         else:
+            self._lost.add((record.session, record.epoch))
+            self._finish(pending)
             self._shell.step(AppendFailed(record))
 
     async def _fail_claim(self, record: Claim) -> None:

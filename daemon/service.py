@@ -22,7 +22,7 @@ from kvlog.buffers.eviction import plan_eviction
 from kvlog.core import effects as fx
 from kvlog.core import inputs
 from kvlog.core.lag import LagMeter, LagSample
-from kvlog.errors import ConfigError, KvlogError, LogUnavailable
+from kvlog.errors import ConfigError, KvlogError, LogUnavailable, OutcomeUnknown
 from kvlog.ids import Partition
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ _OPEN_PAUSE_SECONDS_MAX = 5.0
 _WATERMARK_SECONDS = 5.0
 _WATERMARK_PAUSE_SECONDS = 0.25
 _FLUSH_SECONDS = 10.0
+_CLOSE_SECONDS = 5.0
+"""A log that is away must not keep a daemon from ending."""
 _STUCK_SECONDS = 60.0
 
 
@@ -70,12 +72,12 @@ class Service:
             ConfigError: the configuration does not fit this machine or cluster.
         """
         parts = self._parts
-        parts.server.listen()
-        self._serve_metrics()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
         try:
+            self._serve_metrics()  # first: a port that is taken must not leave a socket's file behind
+            parts.server.listen()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._stop.set)
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 served = [tasks.create_task(c) for c in self._loops()]
@@ -307,13 +309,14 @@ class Service:
                 if parts.shell.core.is_drained():
                     break
                 await asyncio.sleep(_TICK_SECONDS)
-            try:
-                async with asyncio.timeout(max(0.5, deadline - time.monotonic())):
-                    await parts.index.say_goodbye(parts.log)
-            except (LogUnavailable, TimeoutError):
-                pass
-            await self._writer.close()
-        await parts.log.close()
+            with contextlib.suppress(LogUnavailable, OutcomeUnknown, TimeoutError):
+                await parts.index.say_goodbye(parts.log)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await self._writer.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await parts.log.close()
 
 
 def _first(group: BaseExceptionGroup[KvlogError]) -> KvlogError:

@@ -25,6 +25,7 @@ from kvlog.errors import (
     LogReplaced,
     LogTruncated,
     LogUnavailable,
+    OutcomeUnknown,
     PoolFull,
     RowTooLarge,
 )
@@ -247,6 +248,6 @@ class LogTail:
         if now - self._committed_at < wait:
             return
         self._committed_at = now
-        with contextlib.suppress(LogUnavailable):
+        with contextlib.suppress(LogUnavailable, OutcomeUnknown):
             await reader.commit(applied)
             self._committed = applied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,8 @@ class OpenTurnEntry:
         epoch: rows of another one are dropped.
         mode: how closely it is logged.
         layout: what a row is.
-        closing: the engine has closed it, and it lasts only until its rows are out of the ring.
+        closing_at: closed by the engine: it lasts until so many bytes of its ring were taken; None: it goes on.
+        ended: set once it is over.
     """
 
     peer: Peer
@@ -48,7 +50,8 @@ class OpenTurnEntry:
     mode: SyncMode
     layout: Layout
     session_hash: int
-    closing: bool = False
+    closing_at: int | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     batches: dict[Shard, Batch] = field(default_factory=dict)
 
 
@@ -71,7 +74,10 @@ class TurnRegistry:
 
     def pop(self, turn: Turn) -> OpenTurnEntry | None:
         """The turn has ended."""
-        return self._turns.pop(turn, None)
+        entry = self._turns.pop(turn, None)
+        if entry is not None:
+            entry.ended.set()
+        return entry
 
     def of_row(self, row: TableRow) -> OpenTurnEntry | None:
         """The turn of a ring row if epoch and session fit too: numbers restart with the daemon (RULE ring)."""

@@ -142,5 +142,5 @@ def wire(settings: Settings) -> Parts:
                 limits=limits,
             ),
         ),
-        index=NodeIndex(shell, pool, turns, node, writer),
+        index=NodeIndex(shell, pool, turns, telemetry, myself),
     )

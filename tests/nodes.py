@@ -44,6 +44,7 @@ class Process:
         self, arguments: Sequence[str], output: Path, environment: dict[str, str] | None = None
     ) -> None:
         self._output = output
+        self._from = output.stat().st_size if output.exists() else 0
         with output.open("ab") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *arguments],
@@ -68,11 +69,15 @@ class Process:
     @property
     def output(self) -> str:
         """What it has written."""
-        return self._output.read_text()
+        with self._output.open("rb") as file:
+            file.seek(self._from)
+            return file.read().decode(errors="replace")
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The diagnostics events of this name."""
-        lines = [json.loads(line) for line in self.output.splitlines() if line.startswith("{")]
+        marked = f'"{name}"'
+        whole = self.output.rpartition("\n")[0].splitlines()  # the last line may be half written
+        lines = [json.loads(line) for line in whole if line.startswith("{") and marked in line]
         return [line for line in lines if line.get("event") == name]
 
     def send(self, number: int) -> None:
@@ -151,10 +156,9 @@ class Node:
     def start_daemon(self, environment: dict[str, str] | None = None) -> Process:
         """Start a daemon and wait for its socket."""
         output = self.folder / f"{self.name}-daemon.log"
-        ready = len(self.daemon.events("daemon_ready")) if self.daemon else 0
         self.daemon = daemon = Process(["daemon", "run", "--config", str(self.config)], output, environment)
         until(
-            lambda: len(daemon.events("daemon_ready")) > ready or daemon.code is not None,
+            lambda: bool(daemon.events("daemon_ready")) or daemon.code is not None,
             seconds=_START_SECONDS,
             what=f"daemon {self.name} ready",
         )
