@@ -184,7 +184,7 @@ def create(paths: Paths, *, partitions: int, vfs: str = "unix") -> None:
             paths, f"SQLite cannot use it: {error}", "Use a local disk that this user can write"
         ) from error
     except OSError as error:
-        fix = "Make it a directory that this user can write, on a local disk, or set log.directory to another one"
+        fix = "Make it a directory that this user can write, on a local disk, or set log.url to another one"
         raise _config(paths, error.strerror or str(error), fix) from error
 
 
@@ -198,7 +198,7 @@ def _make(paths: Paths, partitions: int, vfs: str) -> None:
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             problem = f"its filesystem cannot share memory between processes: SQLite gives {mode!r}, not WAL"
-            raise _config(paths, problem, "Set log.directory to a local disk (ext4, xfs, btrfs, tmpfs)")
+            raise _config(paths, problem, "Set log.url to a local disk (ext4, xfs, btrfs, tmpfs)")
         connection.execute("BEGIN IMMEDIATE")
         created_ms = time.time_ns() // 1_000_000
         identity = secrets.token_hex(16)
@@ -263,13 +263,13 @@ def open_database(
 def _checked(paths: Paths, connection: sqlite3.Connection, file: tuple[int, int]) -> Database:
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if application != APPLICATION_ID:
-        fix = "Set log.directory to another place, or move the file away"
+        fix = "Set log.url to another place, or move the file away"
         raise _config(paths, f"{paths.database.name} is a database of another program", fix)
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version != FORMAT_VERSION:
         problem = f"{paths.database.name} has format version {version}, this build reads {FORMAT_VERSION}"
         raise _config(
-            paths, problem, "Use a build of kvlog that reads it, or set log.directory to another place"
+            paths, problem, "Use a build of kvlog that reads it, or set log.url to another place"
         )
     meta = dict(connection.execute("SELECT name, value FROM meta"))
     return Database(paths, connection, file, str(meta["identity"]), int(meta["partitions"]))
@@ -331,7 +331,7 @@ def _free(paths: Paths) -> str:
 def _opening(paths: Paths, error: sqlite3.Error) -> LogUnavailable | ConfigError:
     match _code(error):
         case sqlite3.SQLITE_NOTADB:
-            fix = "Set log.directory to another place, or move the file away"
+            fix = "Set log.url to another place, or move the file away"
             return _config(paths, f"{paths.database.name} is not a log of kvlog ({error})", fix)
         case sqlite3.SQLITE_CORRUPT:
             fix = (
@@ -346,7 +346,7 @@ def _opening(paths: Paths, error: sqlite3.Error) -> LogUnavailable | ConfigError
 
 
 def _config(paths: Paths, problem: str, fix: str) -> ConfigError:
-    return ConfigError(setting="log.directory", value=str(paths.directory), problem=problem, fix=fix)
+    return ConfigError(setting="log.url", value=str(paths.directory), problem=problem, fix=fix)
 
 
 def _refuse_network(directory: Path) -> None:
@@ -354,7 +354,7 @@ def _refuse_network(directory: Path) -> None:
         kind = filesystem(directory.resolve(), Path("/proc/self/mountinfo").read_text())
         if kind in _NETWORK_FILESYSTEMS:
             problem = f"it is on {kind}, which several hosts can mount; a local log is for one"
-            raise _config(Paths(directory), problem, "Set log.directory to a local disk, or use Kafka")
+            raise _config(Paths(directory), problem, "Set log.url to a local disk, or use Kafka")
 
 
 def filesystem(directory: Path, mountinfo: str) -> str | None:

@@ -110,7 +110,7 @@ def test_create_where_a_file_stands_is_a_config_error(tmp_path: Path) -> None:
     file.write_text("not a directory")
     with pytest.raises(ConfigError) as refused:
         made(file)
-    assert ("log.directory", str(file)) == (refused.value.fields["setting"], refused.value.fields["value"])
+    assert ("log.url", str(file)) == (refused.value.fields["setting"], refused.value.fields["value"])
 
 
 def test_create_without_permission_is_a_config_error(tmp_path: Path) -> None:
