@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvlog.checksums import checksum
-from kvlog.core.effects import AppendRecord, FollowPartition, ReadWatermark
+from kvlog.core.effects import (
+    AppendRecord,
+    FollowPartition,
+    ReadWatermark,
+    TurnAcknowledged,
+    TurnEnded,
+    TurnFenced,
+    TurnOpened,
+    TurnUnlogged,
+)
 from kvlog.core.inputs import (
     AppendFailed,
     EncodedRows,
@@ -27,18 +36,20 @@ from kvlog.core.node import NodeCore
 from kvlog.core.takeover import Claimant
 from kvlog.ids import Epoch, NodeId, Nonce, Offset, Partition, Position, SessionId, Shard, Turn
 from kvlog.limits import TINY
-from kvlog.records import Codec, EndReason, Entry
+from kvlog.records import Claim, Codec, EndReason, Entry
 from kvlog.wire.header import header_bytes
 from tests.unit.core.logbook import CONTEXT, FEEDS_MAX, IDENTITY, Logbook, payload_of, sixteen, writer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvlog.core.effects import Effect
     from kvlog.core.inputs import Input
     from kvlog.core.session import SessionState
     from kvlog.layout import Identity
     from kvlog.limits import Limits
 
-__all__ = ["Cluster", "Machine", "partition_of"]
+__all__ = ["FAR_AWAY", "Cluster", "Machine", "claims_in", "owners", "partition_of", "told"]
 
 FAR_AWAY = 1 << 62
 """A deadline that no test's clock reaches."""
@@ -206,3 +217,21 @@ class Machine:
         """What this node's fold knows of the session."""
         core = self.core.partitions.get(partition_of(SessionId(session)))
         return core.session(SessionId(session)) if core else None
+
+
+TOLD = (TurnOpened, TurnUnlogged, TurnAcknowledged, TurnFenced, TurnEnded)
+
+
+def told(effects: Iterable[Effect]) -> list[Effect]:
+    """What the engine is told."""
+    return [effect for effect in effects if isinstance(effect, TOLD)]
+
+
+def claims_in(machine: Machine) -> list[Claim]:
+    """The claims that it has sent and that have not landed."""
+    return [effect.record for effect in machine.sent if isinstance(effect.record, Claim)]
+
+
+def owners(*machines: Machine, session: str = "s") -> list[str]:
+    """Which of the machines take themselves for the owner."""
+    return [machine.name for machine in machines if machine.core.primary(SessionId(session)) is not None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -36,21 +35,10 @@ from kvlog.ids import Epoch, NodeId, Offset, Partition, Position, Seq, SessionId
 from kvlog.limits import TINY
 from kvlog.records import Claim, Entry, Truncate
 from kvlog.wire.header import header_bytes
-from tests.unit.core.cluster import Cluster, Machine, partition_of
+from tests.unit.core.cluster import Cluster, Machine, partition_of, told
 from tests.unit.core.logbook import ONE_SHARD, OTHER_WEIGHTS, seal, truncate, writer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from kvlog.core.effects import Effect
-
 S = SessionId("s")
-WRITES = (TurnOpened, TurnUnlogged, TurnAcknowledged, TurnFenced, TurnEnded)
-
-
-def told(effects: Iterable[Effect]) -> list[Effect]:
-    """What the engine is told."""
-    return [effect for effect in effects if isinstance(effect, WRITES)]
 
 
 def opened(
@@ -68,18 +56,6 @@ def unlogged(request: int, reason: UnloggedReason, newer: int | None = None) -> 
 def ended(turn: int, reason: TurnEndReason) -> TurnEnded:
     """A turn is over although its request goes on."""
     return TurnEnded(Turn(turn), S, reason)
-
-
-@pytest.fixture
-def cluster() -> Cluster:
-    """An empty log."""
-    return Cluster()
-
-
-@pytest.fixture
-def a(cluster: Cluster) -> Machine:
-    """A node that follows it."""
-    return cluster.machine("A")
 
 
 def test_first_request_asks_claims_reads_back_and_opens(a: Machine) -> None:
