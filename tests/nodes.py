@@ -5,23 +5,41 @@ Every process dies with the test process (PDEATHSIG) and is a group of its own, 
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
+import numpy as np
+
+from consumers.reading import PartitionFold
+from kvlog.checksums import partition_of
+from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
+from kvlog.ids import Offset, Partition, SessionId
+from kvlog.log.local import LocalLog, LocalLogOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["Answer", "Node", "Process", "ask", "daemon_config", "until"]
+__all__ = [
+    "Answer",
+    "Node",
+    "Process",
+    "ask",
+    "daemon_config",
+    "logged_length",
+    "synthetic_answer",
+    "until",
+]
 
 _PR_SET_PDEATHSIG = 1
 _START_SECONDS = 60.0
@@ -189,6 +207,14 @@ class Node:
         self.url = next(line.split()[1] for line in engine.output.splitlines() if line.startswith("ready "))
         return engine
 
+    def start_again(self) -> None:
+        """Start daemon and engine at once, as after a reboot; returns when requests are taken."""
+        self.url = ""
+        starting = threading.Thread(target=self.start_daemon)
+        starting.start()
+        self.start_engine()
+        starting.join()
+
     def signal(self, number: int) -> None:
         """Signal daemon and engine."""
         for process in (self.engine, self.daemon):
@@ -232,6 +258,34 @@ class Answer:
     kvlog: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] | None = None
     done: bool = False
+
+
+def synthetic_answer(prompt: Sequence[int] | str, count: int) -> list[int]:
+    """What every synthetic engine must answer, computed here, from nothing."""
+    model = SyntheticModel(SyntheticOptions())
+    cache, answer = model.new_cache(), []
+    new = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    for _ in range(count):
+        new = [int(np.argmax(model.forward(cache, new)))]
+        answer += new
+    return answer
+
+
+def logged_length(directory: Path, session: str, *, partitions: int = 4) -> int:
+    """Positions of a session that a reader of everything finds in a local log; 0: none of it."""
+
+    async def read() -> int:
+        log = LocalLog(directory, LocalLogOptions(partitions=partitions, read_only=True))
+        await log.open()
+        home = Partition(partition_of(SessionId(session), partitions))
+        fold = PartitionFold(log, home, first=Offset(0), end=(await log.bounds(home)).high_watermark)
+        async for _ in fold.steps():
+            pass
+        await log.close()
+        state = fold.core.session(SessionId(session))
+        return state.length if state else 0
+
+    return asyncio.run(read())
 
 
 def ask(url: str, *, seconds: float = 60.0, **body: object) -> Iterator[Answer]:
