@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from tests.kafka.broker import Cluster
 
+    Make = Callable[[Path, int, Mapping[str, str]], Cluster]
+
 __all__ = ["CLUSTER_VARIABLE", "HOME_VARIABLE", "Choice", "WrongSetting", "choose"]
 
 CLUSTER_VARIABLE = "KVLOG_TEST_KAFKA"
@@ -46,13 +48,14 @@ class Choice:
     Args:
         said: One line for the test header.
         cluster: Address of a cluster that is there; None: start one.
-        make: Makes a cluster of so many brokers in a folder, not started; None: no broker of our own can be had.
+        make: Makes a cluster in a folder, of so many brokers with these settings, not started; None: there is no way
+            to start one.
         is_asked_for: One of the variables is set, so a skipped test is a failed run.
     """
 
     said: str
     cluster: str | None
-    make: Callable[[Path, int], Cluster] | None
+    make: Make | None
     is_asked_for: bool
 
     @property
@@ -86,7 +89,7 @@ def choose(environment: Mapping[str, str] = os.environ) -> Choice:
     return Choice(said, None, make, is_asked_for=bool(environment.get(HOME_VARIABLE)))
 
 
-def _own(environment: Mapping[str, str]) -> tuple[Callable[[Path, int], Cluster] | None, str]:
+def _own(environment: Mapping[str, str]) -> tuple[Make | None, str]:
     home = environment.get(HOME_VARIABLE)
     java = java_version()
     if home:
@@ -104,14 +107,14 @@ def _own(environment: Mapping[str, str]) -> tuple[Callable[[Path, int], Cluster]
         return None, f"none: no {HOME_VARIABLE}; {no_engine}; no Maven with Java {JAVA_MIN}"
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvlog-tests" / "kafka-4.3.1"
 
-    def make(folder: Path, brokers: int) -> Cluster:
-        return JarCluster(folder, JarTools(_fetched(maven, cache)), brokers)
+    def make(folder: Path, brokers: int, extra: Mapping[str, str]) -> Cluster:
+        return JarCluster(folder, JarTools(_fetched(maven, cache)), brokers, extra)
 
     return make, f"Maven's jars, fetched into {cache} (Java {java})"
 
 
-def _from(jars: Path) -> Callable[[Path, int], Cluster]:
-    return lambda folder, brokers: JarCluster(folder, JarTools(jars), brokers)
+def _from(jars: Path) -> Make:
+    return lambda folder, brokers, extra: JarCluster(folder, JarTools(jars), brokers, extra)
 
 
 def _fetched(maven: str, cache: Path) -> Path:

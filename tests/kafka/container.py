@@ -16,6 +16,7 @@ from tests.kafka.broker import START_SECONDS, BrokerFailed, copies_of, free_port
 from tests.kafka.certificate import AUTHORITY, make_certificate
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 __all__ = ["IMAGE", "ContainerCluster", "why_no_engine"]
@@ -115,7 +116,7 @@ class ContainerBroker:
 class ContainerCluster:
     """A cluster of one broker in a container."""
 
-    def __init__(self, folder: Path, brokers: int) -> None:
+    def __init__(self, folder: Path, brokers: int, extra: Mapping[str, str]) -> None:
         if brokers > 1:
             raise BrokerFailed("one broker a container is all that is written")
         from testcontainers.core.container import DockerContainer
@@ -124,7 +125,7 @@ class ContainerCluster:
         make_certificate(folder)
         self.authority = folder / AUTHORITY
         self._ports = free_ports(3)
-        settings = settings_of(0, self._ports, folder / "data", folder) | copies_of(1)
+        settings = settings_of(0, self._ports, folder / "data", folder) | copies_of(1) | dict(extra)
         settings["controller.quorum.voters"] = f"0@127.0.0.1:{self._ports[2]}"
         properties = folder / "server.properties"
         properties.write_text(

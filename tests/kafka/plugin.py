@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from tests.kafka.broker import BrokerFailed
 from tests.kafka.choice import CLUSTER_VARIABLE, HOME_VARIABLE, Choice, WrongSetting, choose
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
     from pathlib import Path
 
     from kvlog.log.kafka import KafkaLog
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 CHOICE = pytest.StashKey[Choice]()
 NOT_THE_BROKERS_FAULT = "this implementation"
 """How a contract test begins its reason when an implementation cannot do something, broker or not."""
+
+SOON_DEAD = {"broker.session.timeout.ms": "2000", "broker.heartbeat.interval.ms": "400"}
+"""A killed broker may come back only when its session is over, which takes nine seconds by default."""
 
 _numbers = itertools.count()
 
@@ -71,11 +75,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     )
 
 
-def _started(choice: Choice, folder: Callable[[str], Path], name: str, brokers: int = 1) -> Iterator[Cluster]:
+def _started(
+    choice: Choice,
+    folder: Callable[[str], Path],
+    name: str,
+    brokers: int = 1,
+    extra: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Cluster]:
     if choice.make is None:
         pytest.skip(f"no Kafka broker of our own: {choice.said}")
     try:
-        cluster = choice.make(folder(name), brokers)
+        cluster = choice.make(folder(name), brokers, extra)
     except BrokerFailed as error:
         if choice.is_asked_for:
             raise
@@ -106,7 +116,7 @@ def kafka_broker(pytestconfig: pytest.Config, request: pytest.FixtureRequest) ->
 @pytest.fixture(scope="session")
 def kafka_started(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The cluster behind `fragile_kafka`."""
-    yield from _started(pytestconfig.stash[CHOICE], tmp_path_factory.mktemp, "fragile")
+    yield from _started(pytestconfig.stash[CHOICE], tmp_path_factory.mktemp, "fragile", extra=SOON_DEAD)
 
 
 @pytest.fixture
@@ -120,7 +130,7 @@ def fragile_kafka(kafka_started: Cluster) -> Iterator[Cluster]:
 @pytest.fixture
 def three_brokers(pytestconfig: pytest.Config, tmp_path: Path) -> Iterator[Cluster]:
     """A cluster of three brokers for one test."""
-    yield from _started(pytestconfig.stash[CHOICE], lambda _: tmp_path, "three", brokers=3)
+    yield from _started(pytestconfig.stash[CHOICE], lambda _: tmp_path, "three", brokers=3, extra=SOON_DEAD)
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_maven_fetches_when_a_broker_is_first_made(tmp_path: Path, monkeypatch: 
     assert "Maven" in chosen.said
     assert chosen.make is not None
     with pytest.raises(BrokerFailed) as failed:
-        chosen.make(tmp_path / "cluster", 1)
+        chosen.make(tmp_path / "cluster", 1, {})
     assert "no network" in str(failed.value)
 
 

@@ -148,6 +148,28 @@ async def test_fatal_answer_leaves_what_the_same_answer_made_durable(link: FakeL
     await writer.close()
 
 
+async def test_fatal_answers_in_a_row_never_mix_producers(link: FakeLink) -> None:
+    """However often it begins anew, every batch's numbers begin at 0 under its own producer, and in order from there."""
+    take, left = link.produce, [8]
+
+    def sometimes(produced: Produced) -> tuple[int, int]:
+        left[0] -= 1
+        return (Code.INVALID_PRODUCER_EPOCH, -1) if left[0] > 0 and left[0] % 2 else take(produced)
+
+    link.produce = sometimes
+    writer = await started(link)
+    for n in range(20):
+        pending = [await append(writer, partition, b"%d" % n) for partition in (P0, P1, P2)]
+        await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), 5)
+    begun: dict[tuple[int, int], int] = {}
+    for produced in link.produced:
+        lane = (produced.producer, produced.partition)
+        assert begun.get(lane, 0) == produced.sequence
+        begun[lane] = produced.sequence + len(produced.values)
+    assert 1 < link.producers == max(produced.producer for produced in link.produced)
+    await writer.close()
+
+
 async def test_duplicate_without_an_offset_is_unknown(link: FakeLink) -> None:
     """The broker has it and cannot say where: an offset that nobody can tell is no acknowledgement."""
     link.produce = lambda _: (Code.DUPLICATE_SEQUENCE_NUMBER, -1)
