@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -171,10 +170,15 @@ class Node:
         node.start_engine()
         return node
 
+    def launch_daemon(self, environment: dict[str, str] | None = None) -> Process:
+        """Start a daemon; it is not there yet. A process dies with the thread that started it."""
+        output = self.folder / f"{self.name}-daemon.log"
+        self.daemon = Process(["daemon", "run", "--config", str(self.config)], output, environment)
+        return self.daemon
+
     def start_daemon(self, environment: dict[str, str] | None = None) -> Process:
         """Start a daemon and wait for its socket."""
-        output = self.folder / f"{self.name}-daemon.log"
-        self.daemon = daemon = Process(["daemon", "run", "--config", str(self.config)], output, environment)
+        daemon = self.launch_daemon(environment)
         until(
             lambda: bool(daemon.events("daemon_ready")) or daemon.code is not None,
             seconds=_START_SECONDS,
@@ -188,8 +192,9 @@ class Node:
         assert daemon is not None
         until(lambda: bool(daemon.events("log_opened")), seconds=_START_SECONDS, what="log opened")
 
-    def start_engine(self) -> Process:
-        """Start an engine and wait until it takes requests."""
+    def launch_engine(self) -> Process:
+        """Start an engine; it is not there yet. A process dies with the thread that started it."""
+        self.url = ""
         output = self.folder / f"{self.name}-engine-{time.monotonic_ns()}.log"
         arguments = [
             "kvlog.engines",
@@ -197,23 +202,24 @@ class Node:
             "--link",
             str(self.folder / f"{self.name}.sock"),
         ]
-        self.engine = engine = Process(arguments, output)
+        self.engine = Process(arguments, output)
+        return self.engine
+
+    def start_engine(self) -> Process:
+        """Start an engine and wait until it takes requests."""
+        engine = self.launch_engine()
         until(
-            lambda: "ready http" in engine.output or engine.code is not None,
-            seconds=_START_SECONDS,
-            what=f"engine {self.name} ready",
+            lambda: self.is_serving() or engine.code is not None, seconds=_START_SECONDS, what="engine ready"
         )
         assert engine.code is None, engine.output
-        self.url = next(line.split()[1] for line in engine.output.splitlines() if line.startswith("ready "))
         return engine
 
-    def start_again(self) -> None:
-        """Start daemon and engine at once, as after a reboot; returns when requests are taken."""
-        self.url = ""
-        starting = threading.Thread(target=self.start_daemon)
-        starting.start()
-        self.start_engine()
-        starting.join()
+    def is_serving(self) -> bool:
+        """Whether the engine takes requests; `url` says where, from then on."""
+        lines = self.engine.output.splitlines() if self.engine else []
+        ready = [line for line in lines if line.startswith("ready http")]
+        self.url = ready[0].split()[1] if ready else ""
+        return bool(ready)
 
     def signal(self, number: int) -> None:
         """Signal daemon and engine."""
