@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 ARGS ?=
-SEED ?= 1
+SEED ?=
 QUICK := not kafka and not gpu and not e2e and not slow and not model
 
 .PHONY: help venv lint check cover test test-gpu demo bench sim soak fmt clean
@@ -28,8 +28,8 @@ demo: $(STAMP) ## an answer that survives kill -9 (ARGS=--help for more)
 	@$(BIN)/kvlog demo $(ARGS)
 bench: $(STAMP) ## the benchmarks
 	@$(BIN)/python -m tests.bench $(ARGS)
-sim: $(STAMP) ## one simulated schedule with faults (SEED=), or many (ARGS=)
-	@$(BIN)/python -m tests.sim --seed $(SEED) $(ARGS)
+sim: $(STAMP) ## simulated nodes until 100,000 faults were injected, or one run again (SEED=)
+	@$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED)) $(ARGS)
 soak: $(STAMP) ## daemons, engines and faults for as long as ARGS say
 	@$(BIN)/python -m tests.bench.soak $(ARGS)
 fmt: $(STAMP) ## format, and fix what ruff can fix
