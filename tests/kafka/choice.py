@@ -110,7 +110,7 @@ def _own(environment: Mapping[str, str]) -> tuple[Make | None, str]:
     def make(folder: Path, brokers: int, extra: Mapping[str, str]) -> Cluster:
         return JarCluster(folder, JarTools(_fetched(maven, cache)), brokers, extra)
 
-    return make, f"Maven's jars, fetched into {cache} (Java {java})"
+    return make, f"the jars that Maven puts into {cache} (Java {java})"
 
 
 def _from(jars: Path) -> Make:
@@ -127,7 +127,8 @@ def _fetched(maven: str, cache: Path) -> Path:
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=MAVEN_SECONDS, check=True)
     except subprocess.CalledProcessError as error:
-        raise BrokerFailed(f"Maven cannot fetch the jars: {error.stdout[-300:]}") from error
+        first = next((line for line in error.stdout.splitlines() if line.strip()), "")
+        raise BrokerFailed(f"Maven cannot fetch the jars: {first[:200]}") from error
     except subprocess.TimeoutExpired as error:
         raise BrokerFailed(f"Maven did not fetch the jars within {MAVEN_SECONDS} s") from error
     jars = jars_in(cache)

@@ -149,7 +149,7 @@ async def test_fatal_answer_leaves_what_the_same_answer_made_durable(link: FakeL
 
 
 async def test_fatal_answers_in_a_row_never_mix_producers(link: FakeLink) -> None:
-    """However often it begins anew, every batch's numbers begin at 0 under its own producer, and in order from there."""
+    """However often it begins anew, numbers begin at 0 under each producer, and go on in order from there."""
     take, left = link.produce, [8]
 
     def sometimes(produced: Produced) -> tuple[int, int]:
