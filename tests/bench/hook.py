@@ -1,9 +1,9 @@
-"""What an engine's step pays: the ring alone, and the adapter's whole call, each against a plain memcpy of the same rows.
+"""What an engine's step pays: the ring alone, and the adapter's whole call, each against a memcpy of the same rows.
 
 The whole call is `Replicator.after_step` over a real link to a kvlogd of its own (local log, raw codec), with a cache
 of the engine's kind that hands out rows of 128 KiB. Steps are paced so that the daemon keeps up, as an engine's are by
-its computing: what is measured is the step's cost, not a full ring. Hook and memcpy take turns, each after a pause (what
-wakes up finds caches and clock rates as an engine's step does, and is slower), on rows that neither has just read.
+its computing: what is measured is the step's cost, not a full ring. Hook and memcpy take turns, each after a pause (who
+wakes up finds cold caches), on rows that neither has just read.
 """
 
 from __future__ import annotations
@@ -161,5 +161,10 @@ def _adapter_row(batch: int, pairs: list[tuple[float, float]]) -> Row:
         ratio=ratio,
         goal=goal,
         met=met,
-        also={"p90": percentile(hooks, 90), "p99": percentile(hooks, 99), "added µs": added, "steps": len(hooks)},
+        also={
+            "p90": percentile(hooks, 90),
+            "p99": percentile(hooks, 99),
+            "added µs": added,
+            "steps": len(hooks),
+        },
     )

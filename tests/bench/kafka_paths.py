@@ -37,6 +37,8 @@ from tests.kafka.choice import HOME_VARIABLE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.kafka.broker import Tools
+
 __all__ = ["Figure", "Load", "Row", "consume", "measure", "produce"]
 
 PARTITIONS = 4
@@ -109,7 +111,7 @@ async def consume(load: Load) -> Figure:
     return figure
 
 
-def kafka_produce(tools: JarTools, load: Load) -> Figure:
+def kafka_produce(tools: Tools, load: Load) -> Figure:
     """kafka-producer-perf-test with acks=all and 1 MiB batches."""
     said = tools.run(
         "producer-perf",
@@ -125,7 +127,7 @@ def kafka_produce(tools: JarTools, load: Load) -> Figure:
     return Figure(float(re.findall(r"([\d.]+) MB/sec", said)[-1]) * (1 << 20) / 1e6)
 
 
-def kafka_consume(tools: JarTools, load: Load) -> Figure:
+def kafka_consume(tools: Tools, load: Load) -> Figure:
     """kafka-consumer-perf-test, fetch time only."""
     said = tools.run(
         "consumer-perf",

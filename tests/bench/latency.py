@@ -2,7 +2,7 @@
 
 Engine, primary and standby are three processes: a paced engine over the real adapter, link and ring; a kvlogd; and a
 kvlogd with a probe where rows have just been written to the pool. Both ends take CLOCK_MONOTONIC. Rows of the first
-second are left out. Kafka's tool sends one record of a row's size at a time and waits for it, with nothing else going on.
+second are left out. Kafka's tool sends one record of a row's size at a time and waits for it, on an idle broker.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ def _latencies(folder: Path, place: LogPlace, megabytes: int, seconds: float) ->
     pair = Pair.start(
         folder,
         place,
+        {
+            "link": {"ring_bytes": 64 << 20},
+            "pool": {"bytes": _POOL_BYTES, "block_bytes": 1 << 20, "high_percent": 99, "low_percent": 98},
+            "sync": {"codec": "raw"},
+            "diagnostics": {"level": "info", "format": "json"},
+        },
         probe=out,
-        link={"ring_bytes": 64 << 20},
-        pool={"bytes": _POOL_BYTES, "block_bytes": 1 << 20, "high_percent": 99, "low_percent": 98},
-        sync={"codec": "raw"},
-        diagnostics={"level": "info", "format": "json"},
     )
     try:
         pace = Pace(
@@ -97,9 +99,7 @@ def _kafka_latency(kafka: KafkaAt, records: int) -> dict[int, float] | None:
     return {int(at): float(ms) for at, ms in re.findall(r"(\d+)th = (\d+)", said)}
 
 
-def _rows(
-    place: LogPlace, megabytes: int, found: list[float], theirs: dict[int, float] | None
-) -> list[Row]:
+def _rows(place: LogPlace, megabytes: int, found: list[float], theirs: dict[int, float] | None) -> list[Row]:
     rows = []
     for percent in (50, 99):
         value = percentile(found, percent)
@@ -113,7 +113,11 @@ def _rows(
                 against="" if other is None else "kafka e2e-latency, one record at a time",
                 their_values=() if other is None else (other,),
                 ratio=value / other if other else None,
-                also={"rows": len(found), "mean": round(statistics.fmean(found), 2), "max": round(max(found), 1)},
+                also={
+                    "rows": len(found),
+                    "mean": round(statistics.fmean(found), 2),
+                    "max": round(max(found), 1),
+                },
             )
         )
     return rows

@@ -1,4 +1,4 @@
-"""A node's two paths with everything between rows and log, each in a process of its own so that its CPU time is its own.
+"""A node's two paths with all that is between rows and log, each in a process of its own so that its CPU time is too.
 
     publish   rows ─▶ raw codec, checksum ─▶ NodeCore (seq, chain) ─▶ Publisher (frame, queues) ─▶ KafkaLog, acks=all
     consume   KafkaLog ─▶ LogTail (decode) ─▶ NodeCore (admit, fold) ─▶ PoolApplier (verify, decompress) ─▶ BlockPool
@@ -118,7 +118,7 @@ class _Node:
     @property
     def rows_stored(self) -> float:
         """Rows that are in the pool."""
-        return self.telemetry.metrics.rows_stored._value.get()  # noqa: SLF001  # the client has no getter
+        return float(self.telemetry.metrics.rows_stored._value.get())  # the client has no getter
 
     def _listen(self) -> None:
         shell = self.shell
@@ -270,7 +270,7 @@ _made: list[memoryview] = []
 
 def _source() -> memoryview:
     if not _made:
-        _made.append(memoryview(np.random.default_rng(5).integers(0, 256, _SOURCE_BYTES, np.uint8)).cast("B"))
+        _made.append(memoryview(np.random.default_rng(5).bytes(_SOURCE_BYTES)))
     return _made[0]
 
 

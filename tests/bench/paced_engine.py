@@ -4,7 +4,8 @@
 
 All its sessions make one row a step, as a batch does. It prints `ready`, and at the end one JSON object: when each
 step's rows were made (CLOCK_MONOTONIC, the same for all processes of a machine), by session. A Pace with `turn_rows`
-ends each session after so many rows and begins another: churn. SIGTERM ends it early, in order.
+ends each session after so many rows and begins another: churn; every second one is forgotten, the others stay until the
+pools evict them. SIGTERM ends it early, in order.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
-from kvlog.engines.turns import TurnHandle
 from kvlog.ids import Shard, parse_session_id
+
+if TYPE_CHECKING:
+    from kvlog.engines.turns import TurnHandle
 
 __all__ = ["Pace", "RepeatedRows"]
 
@@ -75,8 +79,9 @@ class RepeatedRows:
 
 
 class _Session:
-    def __init__(self, name: str, source: np.ndarray) -> None:
-        self.name = name
+    def __init__(self, name: str, number: int, source: np.ndarray) -> None:
+        self.name = f"{name}-{number}"
+        self.number = number
         self.cache = RepeatedRows(source)
         self.tokens = [1]
         self.made_ns: list[int] = []
@@ -142,7 +147,7 @@ class _Engine:
         )
 
     def _opened(self, source: np.ndarray) -> _Session:
-        session = _Session(f"{self._pace.name}-{self._made}", source)
+        session = _Session(self._pace.name, self._made, source)
         self._made += 1
         session.handle = self._replicator.open_turn(
             parse_session_id(session.name), session.tokens, wait_seconds=_OPEN_SECONDS
@@ -153,10 +158,10 @@ class _Engine:
     def _close(self, session: _Session) -> None:
         assert session.handle is not None, "it was opened"
         self._replicator.close_turn(session.handle, session.cache, session.tokens)
-        if self._pace.turn_rows:
-            self._replicator.forget(parse_session_id(session.name))
-        else:
+        if not self._pace.turn_rows:
             self.made_ns[session.name] = session.made_ns
+        elif session.number % 2:
+            self._replicator.forget(parse_session_id(session.name))
 
 
 def main() -> None:

@@ -36,18 +36,25 @@ class Pair:
 
     @classmethod
     def start(
-        cls, folder: Path, place: LogPlace, *, probe: Path | None = None, **sections: dict[str, object]
+        cls,
+        folder: Path,
+        place: LogPlace,
+        sections: dict[str, dict[str, object]],
+        *,
+        probe: Path | None = None,
     ) -> Self:
         """Start both and wait until they have their log.
 
         Args:
             folder: as above.
             place: the log.
-            probe: where the standby is to write when it had applied what; None: a plain one.
             sections: further settings of both daemons.
+            probe: where the standby is to write when it had applied what; None: a plain one.
         """
         settings = {**place.sections, **sections}
-        first, second = (daemon_config(folder, name, place.url, **settings) for name in ("primary", "standby"))
+        first, second = (
+            daemon_config(folder, name, place.url, **settings) for name in ("primary", "standby")
+        )
         plain = ["daemon", "run", "--config"]
         probed = ["tests.bench.probed_daemon", "--out", str(probe), "--config"]
         primary = Process([*plain, str(first)], folder / "primary.log")

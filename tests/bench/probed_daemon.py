@@ -1,4 +1,6 @@
-"""A whole kvlogd that also notes when rows are in its pool: `python -m tests.bench.probed_daemon --config FILE --out FILE`.
+"""A whole kvlogd that also notes when rows are in its pool.
+
+    python -m tests.bench.probed_daemon --config FILE --out FILE
 
 Nothing is changed but one handler, which after each StoreRows takes the time (CLOCK_MONOTONIC, the same for all
 processes of a machine). SIGTERM stops it in order, and it then writes [session, start, count, nanoseconds] lines.
@@ -29,7 +31,7 @@ __all__: list[str] = []
 def _probe(parts: Parts) -> list[tuple[str, int, int, int]]:
     """Put the probe in. Returns: the list that it fills."""
     seen: list[tuple[str, int, int, int]] = []
-    handlers = parts.shell._handlers  # noqa: SLF001  # a shell has one handler a kind, on purpose
+    handlers = parts.shell._handlers  # a shell has one handler a kind, on purpose
     store = handlers[StoreRows]
 
     def stored(effect: StoreRows) -> None:
@@ -57,7 +59,7 @@ def main() -> None:
         await Service(parts).run()
 
     asyncio.run(serve())
-    assert not parts.telemetry.metrics.rows_absent._value.get(), "rows had no room in the pool"  # noqa: SLF001
+    assert not parts.telemetry.metrics.rows_absent._value.get(), "rows had no room in the pool"
     given.out.write_text("".join(json.dumps(each) + "\n" for each in seen), encoding="utf-8")
 
 

@@ -65,16 +65,16 @@ class Row:
         )
 
 
-def single(
-    measure: str, case: str, unit: str, values: Sequence[float], **also: float | str
-) -> Row:
+def single(measure: str, case: str, unit: str, values: Sequence[float], **also: float | str) -> Row:
     """A row that is held against nothing."""
     return Row(measure=measure, case=case, unit=unit, values=tuple(values), also=also)
 
 
 def paired(row: Row, pairs: Sequence[tuple[float, float]]) -> Row:
     """Fills a row's values and ratio from rounds of (ours, theirs)."""
-    given = {name: getattr(row, name) for name in ("measure", "case", "unit", "against", "goal", "met", "also")}
+    given = {
+        name: getattr(row, name) for name in ("measure", "case", "unit", "against", "goal", "met", "also")
+    }
     return Row(
         **given,
         values=tuple(ours for ours, _ in pairs),
@@ -120,9 +120,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, object]]:
     """Every value of every row, and the median."""
-    return [
-        asdict(row) | {"median": statistics.median(row.values) if row.values else None} for row in rows
-    ]
+    return [asdict(row) | {"median": statistics.median(row.values) if row.values else None} for row in rows]
 
 
 def _text(value: float | str) -> str:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.kafka.broker import JarCluster, JarTools, jars_in
+from tests.kafka.broker import BrokerFailed, JarCluster, JarTools, jars_in
 from tests.kafka.choice import HOME_VARIABLE, choose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.kafka.broker import Cluster, Tools
+    from tests.kafka.choice import Choice
 
 __all__ = ["KafkaAt", "LogPlace", "Setting", "kafka_at"]
 
@@ -98,12 +100,8 @@ def kafka_at(address: str | None, folder: Path) -> Iterator[KafkaAt | None]:
     if chosen.cluster is not None:
         yield KafkaAt(chosen.cluster, tools)
         return
-    cluster: Cluster
-    if tools is not None:
-        cluster = JarCluster(folder, tools)
-    elif chosen.make is not None:
-        cluster = chosen.make(folder, 1)
-    else:
+    cluster = _made(chosen, folder, tools)
+    if cluster is None:
         yield None
         return
     cluster.start()
@@ -111,3 +109,19 @@ def kafka_at(address: str | None, folder: Path) -> Iterator[KafkaAt | None]:
         yield KafkaAt(cluster.bootstrap, cluster.tools)
     finally:
         cluster.stop()
+
+
+def _made(chosen: Choice, folder: Path, tools: JarTools | None) -> Cluster | None:
+    """A cluster that is not started; None, said aloud, where none can be had and none was asked for."""
+    if tools is not None:
+        return JarCluster(folder, tools)
+    try:
+        made = None if chosen.make is None else chosen.make(folder, 1, {})
+    except BrokerFailed as failed:
+        if chosen.is_asked_for:
+            raise
+        print(f"no Kafka: {failed}", file=sys.stderr)
+        return None
+    if made is None:
+        print(f"no Kafka: {chosen.said}", file=sys.stderr)
+    return made
