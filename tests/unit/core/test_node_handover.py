@@ -79,8 +79,8 @@ def test_end_is_given_up_with_its_takeover(a: Machine) -> None:
     for _ in range(TINY.claim_attempts):
         a.no_answer()
     assert (0, []) == (a.core.takeovers_in_flight, a.asked)
-    a.own(1)
-    assert ["A"] == owners(a)
+    assert [TurnOpened] == [type(effect) for effect in told(a.own(1))]
+    assert (["A"], []) == (owners(a), a.sent)
 
 
 def test_ended_session_is_claimed_like_a_new_one(a: Machine) -> None:

@@ -257,6 +257,19 @@ def test_request_that_goes_on_in_its_own_epoch_needs_no_claim(a: Machine) -> Non
     assert [TurnOpened(2, S, Turn(2), Epoch(1), Position(1), Position(1))] == a.open(1, continues=1)
 
 
+def test_request_that_goes_on_after_it_has_taken_over_itself_is_not_fenced_by_the_owner_before(
+    a: Machine, b: Machine
+) -> None:
+    """The rival's epoch is older than the request's own."""
+    b.own(1)
+    b.write(1)
+    a.read()
+    a.own(1, 2)
+    a.write(2)
+    a.step(CloseTurn(Turn(1)))
+    assert [TurnOpened(2, S, Turn(2), Epoch(5), Position(2), Position(2))] == a.open(1, 2, continues=5)
+
+
 def test_request_that_was_fenced_does_not_ride_on_a_claim_for_another(a: Machine, b: Machine) -> None:
     """INV-NO-CLAIM-BACK: A owns the session again, for a new request; the old one stays fenced."""
     fenced_turn(a, b)

@@ -301,6 +301,14 @@ def test_primary_is_drained_when_all_it_sent_was_folded() -> None:
     assert not primary.is_drained(book.state())
 
 
+def test_primary_is_not_drained_by_what_another_owner_did() -> None:
+    """An epoch that has sent nothing, and a newer one that has sent nothing, are not the same."""
+    book, primary = owned()
+    book.claim("B")
+    assert primary.claim.epoch < book.state().epoch
+    assert not primary.is_drained(book.state())
+
+
 # Bounds, order, the end
 
 

@@ -397,10 +397,12 @@ def test_reading_again_never_goes_before_the_window() -> None:
     """What lies before the window is not known to be free of holes, and may be gone."""
     book = written("s")
     state = book.state()
+    for _ in range(4):
+        book.append(seal(None, snapshot(claim(1, session="t"))))
     core = reader()
     read_to(core, book)
-    core._read_from = Offset(4)
-    assert (Reread(PARTITION, Offset(4)),) == core.read(Offset(4), seal(state, truncate(state, 0, seq=9)))
+    core._read_from = Offset(6)
+    assert (Reread(PARTITION, Offset(6)),) == core.read(Offset(8), seal(state, truncate(state, 0, seq=9)))
 
 
 def test_refusals_are_not_counted_again_when_records_are_read_again() -> None:

@@ -157,6 +157,7 @@ AUTHORS_AND_SEQS: dict[str, Callable[[SessionState, Truncate | Delta | End], Rec
     "other-writer": lambda s, r: replace(r, writer=writer("B")),
     "older-epoch-other-writer": lambda s, r: replace(r, epoch=Epoch(19), writer=writer("B")),
     "seq-passed": lambda s, r: replace(r, seq=Seq(0)),
+    "seq-just-passed": lambda s, r: replace(r, seq=Seq(max(0, s.next_seq - 1))),
     "seq-ahead": lambda s, r: replace(r, seq=Seq(s.next_seq + 1)),
     "seq-far-ahead": lambda s, r: replace(r, seq=Seq(1 << 40)),
 }
@@ -168,6 +169,7 @@ unclaimed-epoch          unclaimed unclaimed unclaimed unclaimed unclaimed uncla
 other-writer             writer    writer    writer    writer    writer    writer    writer    writer    writer
 older-epoch-other-writer older     older     older     older     older     older     older     older     older
 seq-passed               -         passed    -         passed    -         -         passed    -         -
+seq-just-passed          -         passed    -         passed    -         -         passed    -         -
 seq-ahead                root      seq       seq       broken    broken    broken    afterend  seq       seq
 seq-far-ahead            root      seq       seq       broken    broken    broken    afterend  seq       seq
 """
@@ -230,7 +232,10 @@ def test_tables_cover_every_case_and_standing() -> None:
     """A case or standing that is added needs its row or column."""
     assert set(EXPECTED) == {(case, standing) for case in CASES for standing in STANDINGS}
     possible = set(EXPECTED_OF_AUTHORS) | {
-        ("seq-passed", name) for name, make in STANDINGS.items() if make().next_seq == 0
+        (case, name)
+        for case in ("seq-passed", "seq-just-passed")
+        for name, make in STANDINGS.items()
+        if make().next_seq == 0
     }
     assert possible == {(case, standing) for case in AUTHORS_AND_SEQS for standing in STANDINGS}
 
