@@ -144,9 +144,12 @@ class KafkaReader:
     def seek(self, partition: Partition, offset: Offset) -> None:
         """See base.LogReader.seek."""
         self._places[partition].move(offset)
+        self._forget_ready(partition)
+        self._watch.forget()
+
+    def _forget_ready(self, partition: Partition) -> None:
         self._ready = deque(read for read in self._ready if read.partition != partition)
         self._ready_bytes = sum(_size(read) for read in self._ready)
-        self._watch.forget()
 
     async def poll(self, *, bytes_max: int, timeout_seconds: float) -> Sequence[LogMessage]:
         """See base.LogReader.poll."""
@@ -227,12 +230,14 @@ class KafkaReader:
         for place in self._places.values():
             if place.fault is not None and (again or not place.said):
                 place.said = True
-                raise place.fault
+                raise place.fault.with_traceback(
+                    None
+                )  # it is raised again and again, and would keep every frame
 
     def _raise_trouble(self) -> None:
         for trouble in (self._trouble, *(place.trouble for place in self._places.values())):
             if trouble is not None:
-                raise trouble
+                raise trouble.with_traceback(None)
 
     async def _wait(self, seconds: float) -> None:
         """Until a fetch or a look is done, or a pause is over."""
@@ -344,7 +349,7 @@ class KafkaReader:
             case Then.DONE if FETCH_DIVERGING_EPOCH_TAG in tags:
                 epoch, end = unpack_epoch_end(tags[FETCH_DIVERGING_EPOCH_TAG])
                 problem = f"it has lost its tail: epoch {epoch} ends at {end}, and we have read up to {asked.offset}"
-                place.stop(LogReplaced(partition=partition, problem=problem))
+                self._replace(place, problem)
             case Then.DONE:
                 place.trouble = None
                 self._keep(place, records or b"")
@@ -386,13 +391,10 @@ class KafkaReader:
         if not self._is_current(asked):
             return
         if asked.offset < start:
-            fault: KvlogError = LogTruncated(
-                partition=partition, wanted=Offset(asked.offset), log_start=start
-            )
+            asked.place.stop(LogTruncated(partition=partition, wanted=Offset(asked.offset), log_start=start))
         else:
             problem = f"it ends at {end} and its history does not hold the record before {asked.offset}"
-            fault = LogReplaced(partition=partition, problem=problem)
-        asked.place.stop(fault)
+            self._replace(asked.place, problem)
 
     async def _explain_topic(self, place: _Place, code: int) -> None:
         """Whether the topic is gone, another one, or only not yet known to that broker."""
@@ -415,11 +417,14 @@ class KafkaReader:
         problem = f"topic {self._topic.name} was recreated: its id was {old} and is {new}"
         self._topic = replace(self._topic, topic_id=seen.topic_id)
         self._leaders = seen.leaders
-        self._ready.clear()
-        self._ready_bytes = 0
         for place in self._places.values():
-            place.held = 0
-            place.stop(LogReplaced(partition=place.partition, problem=problem))
+            self._replace(place, problem)
+
+    def _replace(self, place: _Place, problem: str) -> None:
+        """What was fetched and not returned is of the old log: it is dropped with it."""
+        place.held = 0
+        self._forget_ready(place.partition)
+        place.stop(LogReplaced(partition=place.partition, problem=problem))
 
     def _pause(self, place: _Place, error: LogUnavailable) -> None:
         """Try again after a pause and a look at who leads."""

@@ -145,7 +145,7 @@ class KafkaWriter:
 
     def _refuse_if_stopped(self) -> None:
         if self._refused is not None:
-            raise self._refused
+            raise self._refused.with_traceback(None)
         if self._closed:
             raise LogUnavailable(where=self._link.where, problem="the writer is closed")
 

@@ -176,6 +176,22 @@ async def test_history_that_parted_is_replaced(link: FakeLink) -> None:
     await reader.close()
 
 
+async def test_messages_of_a_replaced_log_are_dropped_with_it(link: FakeLink) -> None:
+    """What was fetched before the log was found to be another one is not returned after that."""
+    answers = [[fetched(0, records=bytes(batch(5, b"old") + batch(6, b"old")), end=7)]]
+    parted = fetched(0, tags={0: struct.pack(">iq", 6, 3)}, end=100)
+    link.fetch = lambda _: answers.pop() if answers else [parted]
+    reader = reader_on(link)
+    reader.assign({P0: Offset(5)})
+    assert [(0, 5)] == await read(reader, 1, bytes_max=1)
+    await asyncio.sleep(0.05)
+    for _ in range(2):
+        with pytest.raises(LogReplaced):
+            await reader.poll(bytes_max=1, timeout_seconds=0.05)
+    assert {P0: 6} == reader.positions()
+    await reader.close()
+
+
 @pytest.mark.parametrize(
     "code", [Code.UNKNOWN_TOPIC_ID, Code.INCONSISTENT_TOPIC_ID, Code.UNKNOWN_TOPIC_OR_PARTITION]
 )
