@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["OVERHEAD_MIB_MAX", "Sample", "load_pace", "measure_memory", "memory_sections", "sample"]
 
-OVERHEAD_MIB_MAX = 512
-"""What we state. Of it 64 MiB are appends on their way, 64 MiB the Kafka client's own, 24 MiB what was fetched and is
-not applied; allocations of this size are kept by the allocator once they were made (kvlog.log.allocator)."""
+OVERHEAD_MIB_MAX = 256
+"""What we state: 64 MiB of programs and idle memory, up to 64 MiB of appends on their way, as much again of the Kafka
+client's own copies, 24 MiB of what was fetched and is not applied, and what the allocator keeps between."""
 
 POOL_MIB = 256
 RING_MIB = 64

@@ -63,7 +63,7 @@ def measure_consume(setting: Setting) -> list[Row]:
 
 
 def _amount(setting: Setting) -> tuple[int, int]:
-    return (1, 100) if setting.quick else (5, 400)
+    return (1, 60) if setting.quick else (5, 400)
 
 
 def _publish(kafka: KafkaAt, shape: _Shape, *, rounds: int, megabytes: int) -> list[Row]:
