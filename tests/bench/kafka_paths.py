@@ -43,6 +43,7 @@ __all__ = ["Figure", "Load", "Row", "consume", "measure", "produce"]
 
 PARTITIONS = 4
 POLL_BYTES = 4 << 20
+_WARM_RECORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +113,20 @@ async def consume(load: Load) -> Figure:
 
 
 def kafka_produce(tools: Tools, load: Load) -> Figure:
-    """kafka-producer-perf-test with acks=all and 1 MiB batches."""
+    """kafka-producer-perf-test with acks=all and 1 MiB batches; its steady state, after a tenth more to warm up."""
+    warm = max(_WARM_RECORDS, load.records // 10)
     said = tools.run(
         "producer-perf",
-        *("--topic", records_topic(load.prefix), "--num-records", str(load.records)),
-        *("--record-size", str(load.record_bytes), "--throughput", "-1", "--producer-props"),
+        *("--topic", records_topic(load.prefix), "--num-records", str(load.records + warm)),
+        *(
+            "--warmup-records",
+            str(warm),
+            "--record-size",
+            str(load.record_bytes),
+            "--throughput",
+            "-1",
+            "--producer-props",
+        ),
         *(
             f"bootstrap.servers={load.bootstrap}",
             "acks=all",
