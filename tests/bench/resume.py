@@ -35,7 +35,7 @@ _ANSWERED = 64
 """Tokens that A has answered: while it does, its prefill's rows go out."""
 _IDS = range(1000, 40_000)
 _MIB = 1 << 20
-_APPLIED_SECONDS = 60.0
+_APPLIED_SECONDS = 120.0
 
 
 def measure_resume(setting: Setting) -> list[Row]:
@@ -61,7 +61,7 @@ def measure_resume(setting: Setting) -> list[Row]:
 def _node(folder: Path, name: str, sections: dict[str, dict[str, object]], port: int | None) -> Node:
     more: dict[str, dict[str, object]] = {
         **sections,
-        "link": {"ring_bytes": 64 * _MIB},
+        "link": {"ring_bytes": 512 * _MIB},
         "pool": {"bytes": 1536 * _MIB, "block_bytes": _MIB},
         "sync": {"codec": "raw"},
         "diagnostics": {"level": "info", "format": "json"},
