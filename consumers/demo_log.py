@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from consumers.demo_error import DemoError
-from consumers.exits import exit_code_of
 from consumers.reading import PartitionFold, home_of
 from kvlog.checksums import CHAIN_START, chain
 from kvlog.core.verdicts import Verdict
@@ -85,12 +84,7 @@ class DemoLog:
                 starts[partition] = (await log.bounds(partition)).high_watermark
         except KvlogError as error:
             await log.close()
-            said = error.fields.get("problem", error)
-            raise DemoError(
-                f"The log at {settings.url} cannot be used: {said}.",
-                fix=str(error.fields.get("fix", "Is it running, and is that its address?")),
-                code=exit_code_of(error),
-            ) from error
+            raise DemoError.of(error, f"The log at {settings.url} cannot be used:") from error
         return cls(log, starts)
 
     @property

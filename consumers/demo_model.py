@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from consumers.demo_error import DemoError
 from consumers.demo_process import until
 from consumers.exits import ExitCode
+from kvlog.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,21 +67,30 @@ async def find_model(processes: Processes, choice: str, dtype: str, tell: Callab
         nonlocal told
         said = program.complaints()
         for line in said[told:]:
-            tell(line)
+            if not line.startswith(("error: ", "warning: ")):
+                tell(line)
         told = len(said)
         return not program.is_alive
 
     await until(ended, seconds=_SECONDS, what="finding the model")
     found = program.output()
     if not found:
-        words = program.last_words().removeprefix("error: ")
-        raise DemoError(f"The model {choice!r} cannot be had: {words}", code=ExitCode.USAGE)
+        raise _not_had(choice, program.last_words())
     folder = Path(found[-1])
     warnings = [
         line.removeprefix("warning: ") for line in program.complaints() if line.startswith("warning: ")
     ]
     arguments = ("transformers", "--model", str(folder), "--dtype", dtype, "--threads", "1")
     return Model(folder.name, arguments, _row_bytes(folder, dtype), " ".join(warnings))
+
+
+def _not_had(choice: str, words: str) -> DemoError:
+    """From the program's last words: a ConfigError as text, or whatever else went wrong."""
+    found = re.search(r"problem: (.*), fix: (.*?)\)\. ", words)
+    if found is None:
+        return DemoError(f"The model {choice!r} cannot be had: {words}", code=ExitCode.USAGE)
+    error = ConfigError(problem=found[1], fix=found[2])
+    return DemoError.of(error, f"The model {choice!r} cannot be had:")
 
 
 def _row_bytes(folder: Path, dtype: str) -> int:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from consumers.access import log_settings
 from consumers.demo_error import DemoError
-from consumers.exits import ExitCode
 from kvlog.errors import ConfigError, KvlogError
 from kvlog.log.locate import parse_log_url
 from kvlog.log.settings import make_log
@@ -55,8 +54,7 @@ async def log_settings_of(url: str | None, folder: Path) -> LogSettings:
         environment = {name: value for name, value in os.environ.items() if passes_setting(name)}
         settings = log_settings(given, environment)
     except ConfigError as error:
-        said = f"{error.fields['setting']}: {error.fields['problem']}."
-        raise DemoError(said, fix=str(error.fields["fix"]), code=ExitCode.USAGE) from error
+        raise DemoError.of(error, f"{error.fields['setting']}:") from error
     retention = _HOUR_SECONDS if place.directory is None else _NEVER_SECONDS
     partitions = await _partitions(settings)
     return settings.model_copy(update={"retention_seconds": retention, "partitions": partitions})

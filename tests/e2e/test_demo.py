@@ -1,0 +1,221 @@
+"""The whole demo as a user starts it: exit code, JSON, what it shows, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.nodes import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+SECONDS = 500
+"""For one demo on a machine that does much else."""
+
+NAMES = {
+    *("tokens_equal", "kv_equal", "tamper_detected", "zombie_fenced"),
+    *("tokens_before_kill", "tokens_in_log", "tokens_recomputed"),
+    *("kill_to_next_token_ms", "detect_ms", "claim_ms", "catch_up_ms", "attach_ms", "first_token_ms"),
+    *("reprefill_ms", "ratio", "log", "model", "dtype"),
+}
+PARTS = ("detect_ms", "claim_ms", "catch_up_ms", "attach_ms", "first_token_ms")
+QUESTION = "What is a lighthouse for? Explain it to a child, in several sentences."
+
+
+@dataclass
+class Demo:
+    """Runs demos whose temporary files are in a folder of the test's own."""
+
+    folder: Path
+    columns: int = 80
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """A running demo."""
+        environment = {**os.environ, "TMPDIR": str(self.folder), "COLUMNS": str(self.columns)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "consumers", "demo", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        """Exit code, standard output, standard error."""
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=SECONDS)
+        return process.returncode, out, err
+
+    def figures(self, *arguments: str) -> dict[str, Any]:
+        """The JSON of a demo whose every claim held; nothing is left of it."""
+        code, out, err = self.run("--json", *arguments)
+        figures: dict[str, Any] = json.loads(out)
+        assert (0, "") == (code, err), figures
+        self.assert_nothing_left()
+        return figures
+
+    def left(self) -> list[str]:
+        """Command lines of processes that name our folder."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue  # it has just ended
+            if str(self.folder) in line:
+                found.append(line)
+        return found
+
+    def assert_nothing_left(self) -> None:
+        """No process, no file."""
+        until(lambda: not self.left(), what=f"the end of {self.left()}")
+        assert [] == list(self.folder.glob("kvlog-demo-*"))
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Demo]:
+    """A folder for a demo; its path is short enough for a unix socket."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    demo = Demo(folder)
+    yield demo
+    for process in demo.started:
+        process.kill()  # what a test that failed has left; its nodes die with it
+        process.communicate(timeout=60)
+
+
+def check(figures: dict[str, Any], *, tokens: int) -> None:
+    """What holds of every demo, whatever engine and log."""
+    assert NAMES == set(figures)
+    claims = ("tokens_equal", "kv_equal", "tamper_detected", "zombie_fenced")
+    assert [True] * 4 == [figures[name] for name in claims]
+    assert 0 < figures["tokens_before_kill"] < tokens
+    assert figures["tokens_in_log"] > 0
+    assert figures["tokens_recomputed"] >= 1  # the last token's row is never attached
+    assert figures["kill_to_next_token_ms"] == pytest.approx(sum(figures[part] for part in PARTS), abs=0.01)
+    assert all(figures[part] > 0 for part in PARTS)
+    assert figures["ratio"] == pytest.approx(
+        figures["reprefill_ms"] / figures["kill_to_next_token_ms"], abs=0.01
+    )
+
+
+def test_demo_on_a_log_of_its_own_proves_every_claim_and_leaves_nothing(demo: Demo) -> None:
+    """Without --log there is a log for as long as the demo lasts; the JSON has what was measured, and nothing else."""
+    figures = demo.figures("--engine", "synthetic", "--tokens", "40", "--prompt", QUESTION)
+    check(figures, tokens=40)
+    assert ("synthetic", "bfloat16") == (figures["model"], figures["dtype"])
+
+
+def test_demo_shows_the_same_sentence_going_on_within_80_columns(demo: Demo, tmp_path: Path) -> None:
+    """Without a terminal it is plain text: both nodes' parts, the kill between them, the table, the verdict."""
+    log = tmp_path / "log"
+    arguments = ("--engine", "synthetic", "--tokens", "40", "--kill-at", "15", "--log", str(log))
+    code, out, err = demo.run(*arguments, "--prompt", QUESTION)
+    assert (0, "") == (code, err), out
+    assert "\x1b" not in out
+    lines = out.splitlines()
+    assert [] == [line for line in lines if len(line) > 80 and str(log) not in line]
+    killed = next(number for number, line in enumerate(lines) if "node A: kill -9" in line)
+    said = re.search(r"kill -9, kvlogd \d+ and engine \d+, (\d+) tokens", lines[killed])
+    assert said is not None
+    assert int(said[1]) >= 15
+    assert any(line.startswith("A │ ") for line in lines[:killed])
+    assert lines[killed + 1].startswith("B │ ")
+    assert re.search(r"^kill to next token +[\d,]+ ms *$", out, re.MULTILINE)
+    assert 4 == out.count("✔ yes ")
+    assert "Every claim held." in out
+    demo.assert_nothing_left()
+    command = next(line for line in lines if line.startswith("kvlog show demo-"))
+    shown = subprocess.run(
+        [sys.executable, "-m", "consumers", *command.split()[1:], "--json"], capture_output=True, check=False
+    )
+    timeline = json.loads(shown.stdout)
+    assert 0 == timeline["exit_code"], timeline
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_demo_on_a_random_llama_loads_the_very_bytes_in_every_layer(
+    demo: Demo, tmp_path: Path, dtype: str
+) -> None:
+    """A real transformers cache comes back bit for bit, in both dtypes; in float32 the tokens must be equal too."""
+    model = tmp_path / "llama"
+    builder = [sys.executable, "-m", "kvlog.engines.transformers_build", "random", str(model), "3", "7"]
+    subprocess.run(builder, check=True, capture_output=True)
+    arguments = ("--model", str(model), "--dtype", dtype, "--tokens", "40", "--prompt", QUESTION)
+    figures = demo.figures(*arguments)
+    check({**figures, "tokens_equal": True} if dtype == "bfloat16" else figures, tokens=40)
+    assert (str(model.name), dtype) == (figures["model"], figures["dtype"])
+
+
+@pytest.mark.model
+def test_demo_on_the_trained_model_proves_every_claim(demo: Demo) -> None:
+    """What `make demo` shows, with a shorter answer."""
+    figures = demo.figures("--tokens", "40")
+    check(figures, tokens=40)
+    assert figures["tokens_in_log"] > 500
+    assert figures["ratio"] > 1  # rows of 600 tokens are copied sooner than computed
+
+
+@pytest.mark.kafka
+def test_demo_on_kafka_proves_every_claim(demo: Demo, kafka_broker: str) -> None:
+    """The same on a real broker; twice, since its topics are there the second time, with the first demo in them."""
+    for _ in range(2):
+        figures = demo.figures(
+            *(
+                "--engine",
+                "synthetic",
+                "--tokens",
+                "40",
+                "--prompt",
+                QUESTION,
+                "--log",
+                f"kafka://{kafka_broker}",
+            )
+        )
+        check(figures, tokens=40)
+        assert f"kafka://{kafka_broker}" == figures["log"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_demo_that_is_interrupted_leaves_no_process(demo: Demo, number: int, code: int) -> None:
+    """Ctrl-C, SIGTERM and even SIGKILL end every daemon and engine; what can clean up does."""
+    process = demo.start("--engine", "synthetic", "--tokens", "400", "--kill-at", "200")
+    assert process.stdout is not None
+    while "── answer ──" not in process.stdout.readline():  # node A begins to speak
+        pass
+    assert len(demo.left()) >= 4  # two daemons, two engines
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert code == process.returncode, err
+    assert "Traceback" not in err
+    until(lambda: not demo.left(), what=f"the end of {demo.left()}")
+    if number != signal.SIGKILL:
+        demo.assert_nothing_left()
+
+
+def test_demo_that_cannot_be_had_says_so_in_a_sentence(demo: Demo, tmp_path: Path) -> None:
+    """A model that is not there, a log that cannot be reached: no traceback, nothing left."""
+    code, out, err = demo.run("--model", str(tmp_path / "nothing"))
+    assert 2 == code
+    assert "cannot be had: there is no such folder." in " ".join(err.split())
+    code, out, err = demo.run("--engine", "synthetic", "--log", "kafka://127.0.0.1:1", "--json")
+    assert (3, "") == (code, err)
+    assert "cannot be used" in json.loads(out)["error"]
+    demo.assert_nothing_left()
