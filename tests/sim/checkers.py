@@ -327,9 +327,9 @@ class Checkers:
             not fenced, "OneWriterPerEpoch", shell.name, "writes on after it has read a newer claim", record
         )
         first = self.writing.setdefault((record.session, record.epoch), claim.nonce)
-        if first not in self.log.claims:  # the log lost that claim: the number may come again
+        if not self._has_won(record.session, first):  # the log lost that claim: the number may come again
             self.writing[record.session, record.epoch] = first = claim.nonce
-        both = claim.nonce in self.log.claims and first != claim.nonce
+        both = self._has_won(record.session, claim.nonce) and first != claim.nonce
         require(not both, "OneWriterPerEpoch", "two claims write under", record.epoch, record.session)
         projected = primary._projected
         if projected.next_seq == record.seq + 1:
@@ -338,12 +338,15 @@ class Checkers:
 
     def _is_owner(self, shell: Shell, claim: Claim) -> None:
         partition = shell.around.partition_of[claim.session]
-        if claim.nonce not in self.log.claims:
-            lost = self.log.partitions[partition].generation > 0
-            require(lost, "AttachOnlyAfterOwnClaim", shell.name, "claim is not in the log:", claim)
-            return
-        won = any(a.claim.nonce == claim.nonce for a in self.claims.get(claim.session, ()))
+        if shell.generation[partition] != self.log.partitions[partition].generation:
+            return  # it has not noticed yet that the log lost its tail
+        there = claim.nonce in self.log.claims
+        require(there, "AttachOnlyAfterOwnClaim", shell.name, "claim is not in the log:", claim)
+        won = self._has_won(claim.session, claim.nonce)
         require(won, "OneWriterPerEpoch", shell.name, "its claim did not win:", claim)
+
+    def _has_won(self, session: SessionId, nonce: Nonce) -> bool:
+        return any(admitted.claim.nonce == nonce for admitted in self.claims.get(session, ()))
 
     def _opened(self, shell: Shell, effect: TurnOpened) -> None:
         require(effect.request in shell.engine.asks, "OneAnswer", "answered twice", effect)

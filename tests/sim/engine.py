@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from tests.sim.buffer import Buffer, Pin
     from tests.sim.faults import Profile
 
-TOKENS_MAX = 40
-"""The longest request of a run; below limits.TINY.session_tokens, so that most turns are logged to their end."""
 ALPHABET = 3
 """Few tokens, so that histories which differ agree at many positions."""
 RING_ENTRIES = 16
 OPENED_AGAIN_MAX = 5
+
+FOR_GOOD = (UnloggedReason.STOPPING, UnloggedReason.TOO_LONG)
+"""Answers after which a request does not ask again."""
 
 Answer = TurnOpened | TurnUnlogged | TurnAcknowledged | TurnFenced | TurnEnded
 
@@ -141,11 +142,11 @@ class Engine:
         self._rng = daemon.rng
         self.identity = 0
         self.requests: list[Request] = []
-        self.ring: deque[EncodedRows] = deque()
+        self.ring: deque[tuple[SessionId, EncodedRows]] = deque()
         self.asks: dict[int, Request] = {}
         self.turns: dict[Turn, Request] = {}
         self.ring_held = 0
-        """So many times the ring is not read: an old ring may be read again only when a new daemon has opened turns."""
+        """So many times at most the ring is not read, until the daemon has opened a turn of the first row's number."""
         self._asked = 0
 
     def begin(self, request: Request) -> None:
@@ -186,7 +187,7 @@ class Engine:
                 fenced = effect.reason is UnloggedReason.FENCED
                 if fenced and request.epoch:
                     self._over(request)
-                request.may_open = not fenced and effect.reason is not UnloggedReason.STOPPING
+                request.may_open = not fenced and effect.reason not in FOR_GOOD
             case TurnFenced():
                 fenced_request = self.turns.pop(effect.turn, None)
                 if fenced_request is not None:
@@ -252,7 +253,7 @@ class Engine:
         self.asks.clear()
         self.turns.clear()
         if ring_survives:
-            self.ring_held = self._rng.choice((0, 8, 16))
+            self.ring_held = self._rng.choice((0, 10, 20))
         else:
             self.ring.clear()
         for request in self.requests:
@@ -260,6 +261,14 @@ class Engine:
                 request.forget_rows()
             request.pin = None
             self._without_turn(request)
+
+    def is_ring_held(self) -> bool:
+        """Whether an old ring's rows still wait for a new daemon to come to their turn's number."""
+        if not self.ring_held or not self.ring or self.ring[0][1].turn in self.turns:
+            self.ring_held = 0
+            return False
+        self.ring_held -= 1
+        return True
 
     def _opens_again(self, request: Request) -> bool:
         """At the end of a run at once, though not for ever: it may be busy behind one that waits for its deadline."""
@@ -322,15 +331,18 @@ class Engine:
                 continue
             payload = b"" if request.ids_only else b"".join(request.rows[shard][start:end])
             self.ring.append(
-                EncodedRows(
-                    turn=request.turn,
-                    epoch=request.epoch,
-                    shard=Shard(shard),
-                    start=Position(start),
-                    tokens=tuple(request.tokens[start:end]),
-                    codec=Codec.IDS if request.ids_only else Codec.RAW,
-                    payload=memoryview(payload),
-                    payload_checksum=checksum(payload),
+                (
+                    request.session,
+                    EncodedRows(
+                        turn=request.turn,
+                        epoch=request.epoch,
+                        shard=Shard(shard),
+                        start=Position(start),
+                        tokens=tuple(request.tokens[start:end]),
+                        codec=Codec.IDS if request.ids_only else Codec.RAW,
+                        payload=memoryview(payload),
+                        payload_checksum=checksum(payload),
+                    ),
                 )
             )
             request.sent[shard] = end
@@ -341,7 +353,7 @@ class Engine:
         if request.phase is Phase.RUNNING:
             if min(request.sent) < request.held:
                 return
-            waiting = any(entry.turn == request.turn for entry in self.ring)
+            waiting = any(rows.turn == request.turn for _, rows in self.ring)
             if waiting and (self._daemon.profile.calm or self._rng.random() < 0.8):
                 return
         self._close(request)

@@ -21,6 +21,7 @@ class Fault(StrEnum):
     NODE_CRASH = "node crashed"
     DAEMON_CRASH = "daemon crashed, engine lives"
     CRASH_BETWEEN_EFFECTS = "crash between two effects"
+    STOPPED = "node stopped, what it had sent drained"
     PAUSE = "node paused"
     COLD_START = "started in the middle of the log"
     REWIND = "reader went back"
@@ -53,9 +54,15 @@ class Fault(StrEnum):
     RING_BEHIND = "rows late in the ring"
 
 
+LOAD = frozenset(
+    {Fault.CONTEXT, Fault.CONCURRENT, Fault.ABORTED, Fault.SESSION_ENDED, Fault.RING_BEHIND, Fault.DEADLINE}
+)
+"""What users and slow daemons do to a healthy system too: it is counted and shown, but not as faults."""
+
 ACTION_WEIGHTS: Mapping[Fault, float] = {
     Fault.NODE_CRASH: 0.6,
     Fault.DAEMON_CRASH: 0.5,
+    Fault.STOPPED: 0.4,
     Fault.PAUSE: 1.0,
     Fault.REWIND: 0.3,
     Fault.JUMP: 0.4,

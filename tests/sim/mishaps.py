@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvlog.checksums import checksum
-from kvlog.core.inputs import EndSession, HoleRead
+from kvlog.core.inputs import EndSession, HoleRead, Stop
 from kvlog.core.takeover import Claimant
 from kvlog.ids import Epoch, NodeId, Nonce, Offset, Partition, Position, Seq, Shard, Writer
 from kvlog.records import Claim, Codec, Delta, EndReason, Entry, Snapshot, Truncate
@@ -58,6 +58,15 @@ class Mishaps:
         if not node.alive:
             return False
         node.crash_daemon()
+        return True
+
+    def stopped(self) -> bool:
+        """A rolling restart: no more turns, what was sent lands, and then a new daemon."""
+        node = self._rng.choice(self._world.nodes)
+        if not node.alive or node.paused or node.is_stopping:
+            return False
+        node.feed(Stop())
+        node.is_stopping = True
         return True
 
     def pause(self) -> bool:

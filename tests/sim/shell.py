@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from kvlog.core.effects import Effect
-    from kvlog.core.inputs import Input
+    from kvlog.core.inputs import EncodedRows, Input
     from kvlog.ids import Epoch, SessionId
     from kvlog.records import Record
     from tests.sim.engine import Request
@@ -110,6 +110,7 @@ class Shell:
 
     def boot(self) -> None:
         """Start a daemon: a new writer, an empty buffer, nothing followed."""
+        self.is_stopping = False
         self.writer = Writer(self.rng.randbytes(16))
         self.buffer = Buffer(self.blocks)
         self.outbox: dict[Partition, deque[Entry]] = {}
@@ -222,6 +223,19 @@ class Shell:
         for entry in failed:
             self._give_up(entry.record)
         return True
+
+    def take_rows(self) -> bool:
+        """Take one entry out of the ring; rows of a turn that is another session's are dropped (RULE ring)."""
+        if self.core is None or not self.engine.ring:
+            return False
+        session, rows = self.engine.ring.popleft()
+        if self.is_of_session(rows, session):
+            self.feed(rows)
+        return True
+
+    def is_of_session(self, rows: EncodedRows, session: SessionId) -> bool:
+        """Whether the turn is this session's: turn numbers restart with the daemon, and epochs are no session's own."""
+        return self.core is not None and self.core.session_of(rows.turn) == session
 
     def tell_failure(self) -> bool:
         """Tell the core of one failed append."""

@@ -2,7 +2,8 @@
 
 Only the named checker may speak in a mutant's runs, so that the table says what that checker finds by itself; others
 would find most mutants too, and sooner. Where a rule alone is missed by nobody since another covers for it, it is off
-together with that one: REDUNDANT says which (DESIGN chapter 4 names seq gap, start and the Truncate at seq 0).
+together with that one: REDUNDANT says which (DESIGN chapter 4 names seq gap, start and the Truncate at seq 0). Of
+a ring's rows that a new daemon reads, session and epoch cover for each other: one alone is missed by hundreds of runs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tests.sim.mutants.exposure import (
     FULL_NOT_FOLDED,
     LONGEST_SHARD,
     PINNED_WRITTEN,
+    RING_ANYTHING,
+    RING_SESSION,
     SAME_LOG,
 )
 from tests.sim.mutants.mutant import Mutant, hunt
@@ -76,61 +79,61 @@ CAUGHT: list[tuple[Mutant, str, int]] = [
     # claims
     (STATE_PLUS_ONE, "SessionClaimable", 0),
     (STATE_PLUS_ONE_NO_WINDOW, "NoTwoOwners", 0),
-    (NO_WINDOW, "NoTwoOwners", 1),
-    (NO_WINDOW, "NoStaleApplied", 1),
-    (NO_CEILING, "NoTwoOwners", 1),
-    (LAST_CLAIM_WINS, "MonotonicEpoch", 1),
+    (NO_WINDOW, "NoTwoOwners", 5),
+    (NO_WINDOW, "NoStaleApplied", 5),
+    (NO_CEILING, "NoTwoOwners", 0),
+    (LAST_CLAIM_WINS, "MonotonicEpoch", 0),
     (NO_READ_BACK, "AttachOnlyAfterOwnClaim", 0),
     (NO_READ_BACK, "OneWriterPerEpoch", 0),
-    (CLAIMS_BACK, "NoClaimBack", 3),
+    (CLAIMS_BACK, "NoClaimBack", 1),
     (NEVER_FENCED, "OneWriterPerEpoch", 0),
-    (KEEPS_WRITING, "SilentAfterUnknown", 2),
-    (KEEPS_WRITING, "HonestNeverBreaks", 2),
+    (KEEPS_WRITING, "SilentAfterUnknown", 0),
+    (KEEPS_WRITING, "HonestNeverBreaks", 0),
     (OLD_WEIGHTS_CLAIM, "OneLineage", 0),
     # records
-    (NO_WRITER, "HonestNeverBreaks", 6),
-    (NO_EPOCH, "HonestNeverBreaks", 22),
+    (NO_WRITER, "HonestNeverBreaks", 11),
+    (NO_EPOCH, "HonestNeverBreaks", 39),
     (NO_AUTHOR, "HonestNeverBreaks", 0),
     (NO_SEQ, "HonestNeverBreaks", 0),
-    (NO_CHAIN, "StandbysAgreeAtOffset", 1),
-    (NO_SEQ_NO_CHAIN, "StandbyIsPrefixOfAcked", 10),
-    (NO_START_NO_CHAIN, "OneLineage", 7),
-    (NO_PAYLOAD_CHECKSUM, "OneLineage", 4),
-    (NO_PAYLOAD_CHECKSUM, "ChainsEqualCachesEqual", 16),
-    (OWN_PAYLOADS_UNREAD, "AcknowledgedNotLost", 4),
-    (LATE_COPY_HEALS, "StandbysAgreeAtOffset", 0),
-    (MID_EPOCH_ROOTS, "StandbysAgreeAtOffset", 13),
+    (NO_CHAIN, "StandbysAgreeAtOffset", 2),
+    (NO_SEQ_NO_CHAIN, "StandbyIsPrefixOfAcked", 15),
+    (NO_START_NO_CHAIN, "OneLineage", 1),
+    (NO_PAYLOAD_CHECKSUM, "OneLineage", 13),
+    (NO_PAYLOAD_CHECKSUM, "ChainsEqualCachesEqual", 13),
+    (OWN_PAYLOADS_UNREAD, "AcknowledgedNotLost", 18),
+    (LATE_COPY_HEALS, "StandbysAgreeAtOffset", 2),
+    (MID_EPOCH_ROOTS, "StandbysAgreeAtOffset", 42),
     # turns
     (NO_TRUNCATE, "HonestNeverBreaks", 0),
-    (NO_TRUNCATE_NO_START, "OneLineage", 0),
+    (NO_TRUNCATE_NO_START, "OneLineage", 1),
     (NO_TRUNCATE_AT_ALL, "OneLineage", 0),
-    (LAGGING_FOLD, "OneLineage", 1),
-    (BROKEN_GOES_ON, "HonestNeverBreaks", 14),
-    (REFUSED_GOES_ON, "Converged", 2),
-    (RING_EPOCH, "OneLineage", 23),
+    (LAGGING_FOLD, "OneLineage", 108),
+    (BROKEN_GOES_ON, "HonestNeverBreaks", 2),
+    (REFUSED_GOES_ON, "Converged", 8),
+    (RING_ANYTHING, "OneLineage", 13),
     # what was not read
     (HOLE_KEEPS, "NoTwoOwners", 3),
     (REPLACED_KEEPS, "NoTwoOwners", 0),
     (SAME_LOG, "NoTwoOwners", 0),
-    (UNREADABLE_SKIPPED, "NoTwoOwners", 5),
-    (DROPPED_IS_FORGOTTEN, "NoTwoOwners", 29),
-    (DROPPED_IS_FORGOTTEN, "MonotonicEpoch", 29),
+    (UNREADABLE_SKIPPED, "NoTwoOwners", 3),
+    (DROPPED_IS_FORGOTTEN, "NoTwoOwners", 6),
+    (DROPPED_IS_FORGOTTEN, "MonotonicEpoch", 6),
     (FULL_NOT_FOLDED, "Converged", 1),
     # what is exposed
     (ANY_TOKENS, "AttachedRight", 0),
     (ANY_CONTEXT, "AttachedRight", 1),
-    (ANY_MODEL, "AttachedRight", 1),
-    (ANY_WEIGHTS, "AttachedRight", 0),
-    (ANY_LAYOUT, "AttachedRight", 6),
-    (ANY_SHARDS_ANY_COUNT, "AttachedRight", 6),
-    (LONGEST_SHARD, "CoreAssertion", 0),
-    (FREED_REUSED, "PinnedBytesImmutable", 49),
-    (PINNED_WRITTEN, "PinnedBytesImmutable", 8),
+    (ANY_MODEL, "AttachedRight", 7),
+    (ANY_WEIGHTS, "AttachedRight", 3),
+    (ANY_LAYOUT, "AttachedRight", 2),
+    (ANY_SHARDS_ANY_COUNT, "AttachedRight", 1),
+    (LONGEST_SHARD, "CoreAssertion", 4),
+    (FREED_REUSED, "PinnedBytesImmutable", 2),
+    (PINNED_WRITTEN, "PinnedBytesImmutable", 15),
     # what the simulator found in the cores when they were new
-    (LOST_CLAIMS_AWAITED, "NoTurnStuck", 2),
-    (LOST_CLAIMS_AWAITED, "SessionClaimable", 1),
-    (ENDED_KEPT, "BoundedMemory", 2),
-    (CLAIMED_PUSHED_OUT, "CoreAssertion", 0),
+    (LOST_CLAIMS_AWAITED, "NoTurnStuck", 0),
+    (LOST_CLAIMS_AWAITED, "SessionClaimable", 0),
+    (ENDED_KEPT, "BoundedMemory", 1),
+    (CLAIMED_PUSHED_OUT, "CoreAssertion", 10),
     (ANSWERED_TWICE, "OneAnswer", 0),
 ]
 """mutant, the checker that finds it, and the first seed at which it does."""
@@ -138,6 +141,8 @@ CAUGHT: list[tuple[Mutant, str, int]] = [
 REDUNDANT: list[tuple[Mutant, Mutant]] = [
     (NO_START, NO_START_NO_CHAIN),
     (FIRST_ANYTHING, NO_TRUNCATE_AT_ALL),
+    (RING_SESSION, RING_ANYTHING),
+    (RING_EPOCH, RING_ANYTHING),
     (ANY_SHARDS, ANY_SHARDS_ANY_COUNT),
     (ANY_COUNT, ANY_SHARDS_ANY_COUNT),
 ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvlog.ids import Offset, Partition
 from tests.sim.checkers import Checkers
-from tests.sim.engine import ALPHABET, TOKENS_MAX, Conversation, Request
+from tests.sim.engine import ALPHABET, Conversation, Request
 from tests.sim.faults import Fault
 from tests.sim.modellog import ModelLog, damage_for
 from tests.sim.rows import CONTEXTS, session_id
@@ -48,6 +48,8 @@ class World:
         self.conversations = [Conversation(session) for session in ids]
         self.busy = self.rng.choice((1, 2, SESSIONS))
         """How many sessions most requests go to."""
+        self.tokens_max = self.rng.choice((40, 40, 40, 80))
+        """About the longest request; below or above limits.TINY.session_tokens."""
         self.nodes = [Shell(self.around, index) for index in range(NODES)]
         self.requests = 0
         self.held_up: dict[tuple[int, Partition], int] = {}
@@ -93,12 +95,10 @@ class World:
     def take_ring(self) -> None:
         """A daemon takes rows out of its ring."""
         node = self._working(lambda node: bool(node.engine.ring))
-        if node is not None and node.engine.ring_held:
-            node.engine.ring_held -= 1
+        if node is None or node.engine.is_ring_held():
             return
         for _ in range(self.rng.randint(1, 6)):
-            if node is not None and node.alive and node.engine.ring:
-                node.feed(node.engine.ring.popleft())
+            node.take_rows()
 
     def run_engine(self) -> None:
         """An engine computes: one step for each of its requests."""
@@ -175,8 +175,10 @@ class World:
         )
 
     def restart(self) -> None:
-        """A dead daemon is started again, and reads from the log's start or from anywhere."""
+        """A daemon that is dead, or has stopped and sent all, is started again, and reads from anywhere."""
         for node in self.nodes:
+            if node.is_stopping and not any(node.outbox.values()):
+                node.crash()
             if node.core is None:
                 node.boot()
                 cold = self.profile.hit(Fault.COLD_START, self.rng)
@@ -226,7 +228,7 @@ class World:
 
     def _next_prompt(self, conversation: Conversation) -> None:
         seen = conversation.seen
-        if len(seen) > TOKENS_MAX - 14 or self.rng.random() < 0.3:
+        if len(seen) > self.tokens_max - 14 or self.rng.random() < 0.3:
             del seen[self.rng.randint(0, len(seen)) // 2 :]
         seen += [self.rng.randrange(ALPHABET) for _ in range(self.rng.randint(1, 6))]
         conversation.target = len(seen) + self.rng.randint(1, 8)

@@ -14,6 +14,7 @@ from kvlog.records import Delta
 from tests.sim.buffer import Buffer
 from tests.sim.faults import Fault
 from tests.sim.mutants.mutant import Mutant, together
+from tests.sim.mutants.writing import RING_EPOCH
 from tests.sim.shell import Shell
 
 if TYPE_CHECKING:
@@ -110,6 +111,12 @@ def _not_when_full(self: Shell, happened: Input, cause: Message | None = None) -
     _feed(self, happened, cause)
 
 
+RING_SESSION = Mutant(
+    "rows of any session taken from the ring",
+    ((Shell, "is_of_session", lambda *_: True),),
+    (Fault.DAEMON_CRASH, Fault.CRASH_BETWEEN_EFFECTS),
+)
+RING_ANYTHING = together("rows of any session and epoch taken from the ring", RING_SESSION, RING_EPOCH)
 FULL_NOT_FOLDED = Mutant("a full buffer stops the fold", ((Shell, "feed", _not_when_full),), WRONG)
 SAME_LOG = Mutant(
     "the log's identity is not compared",

@@ -181,7 +181,9 @@ BROKEN_GOES_ON = Mutant(
     (Fault.DAMAGE_AT_ONE_READER, Fault.MOVED),
 )
 RING_EPOCH = Mutant(
-    "rows of any epoch taken from the ring", ((NodeCore, "_rows", _rows_of_any_epoch),), (Fault.DAEMON_CRASH,)
+    "rows of any epoch taken from the ring",
+    ((NodeCore, "_rows", _rows_of_any_epoch),),
+    (Fault.DAEMON_CRASH, Fault.CONCURRENT),
 )
 
 
