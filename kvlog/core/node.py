@@ -196,20 +196,23 @@ class NodeCore:
         return effects + self._caught_up(happened.partition) if self._catching_up else effects
 
     def _claims_unseen(self, happened: UnreadableRead | HoleRead | LogReplacedRead) -> tuple[Effect, ...]:
-        """A claim of ours may have stood where nothing could be read: it would be waited for in vain."""
+        """A claim of ours may have stood where nothing could be read, or its watermark in a lost tail: ask again."""
         if isinstance(happened, UnreadableRead):
             if self._partitions[happened.partition].position <= happened.offset:
                 return ()  # it is being read again
             sessions = [s for s in self._takeovers if happened.key in (None, s)]
         else:
             sessions = list(self._takeovers)
-        return tuple(
-            effect
-            for session in sessions
-            if self._self.partition_of(session) == happened.partition
-            and self._takeovers[session].phase is Phase.CLAIMED
-            for effect in self._settled(session, self._takeovers[session], self._takeovers[session].failed())
-        )
+        out: list[Effect] = []
+        for session in sessions:
+            if self._self.partition_of(session) != happened.partition:
+                continue
+            takeover, is_void = self._takeovers[session], False
+            if isinstance(happened, LogReplacedRead):
+                is_void = self._catching_up.pop(session, None) is not None
+            if is_void or takeover.phase is Phase.CLAIMED:
+                out.extend(self._settled(session, takeover, takeover.failed()))
+        return tuple(out)
 
     def _open_turn(self, asked: OpenTurn) -> tuple[Effect, ...]:
         session = asked.session
@@ -460,6 +463,7 @@ class NodeCore:
     def _give_up_claim(self, session: SessionId) -> None:
         del self._takeovers[session]
         self._ending.pop(session, None)
+        self._catching_up.pop(session, None)
         self._hold_or_not(session)
 
     def _lost_here(self, session: SessionId, tenure: Tenure, reason: TurnEndReason) -> tuple[Effect, ...]:

@@ -278,7 +278,8 @@ class Shell:
 
     def _note_followed(self, partition: Partition, first: Offset) -> None:
         log = self.around.log.partitions[partition]
-        self.generation[partition] = log.generation
+        # Behind the end: the tail was lost since the watermark was read, and the first fetch will say so.
+        self.generation[partition] = log.generation if first <= log.end else -1
         self.tips[partition] = log.tip(min(first, log.end))
 
     def _read_message(self, partition: Partition, offset: Offset, message: Message) -> None:

@@ -190,3 +190,32 @@ def test_first_record_that_comes_after_the_second_roots_nobody() -> None:
     state = other.core.partitions[PARTITION].session(session_id(0))
     assert state is not None
     assert state.standing is Standing.UNROOTED
+
+
+def catching_up(node: OneNode) -> None:
+    """A request that goes on, whose claim waits until everything below watermark 9 was read."""
+    turn = node.own(0)
+    node.write(turn, 1, 2)
+    node.step(AppendFailed(Truncate(session_id(0), turn.epoch, node.writer, Seq(9), Position(0))))
+    node.ask(0, request=2, continues=turn.epoch)
+    node.watermark(0, 9)
+
+
+def test_watermark_of_a_log_that_was_replaced_is_read_again() -> None:
+    """A log that lost its tail may never come to the watermark that a claim waits for."""
+    node = OneNode()
+    catching_up(node)
+    assert only(ReadWatermark, node.step(LogReplacedRead(PARTITION, Offset(1)))).session == session_id(0)
+    del node.log[1:]
+    node.watermark(0)
+    assert only(TurnOpened, node.read()).request == 2
+
+
+def test_take_over_given_up_while_it_catches_up_leaves_nothing() -> None:
+    """What a take-over waited with goes with it, or a daemon would grow by it."""
+    node = OneNode()
+    catching_up(node)
+    node.core.tick(LATE_NS)
+    node.core.tick(LATE_NS + TINY.claim_ns)
+    assert node.core.takeovers_in_flight == 0
+    assert node.core._catching_up == {}
