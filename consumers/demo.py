@@ -153,6 +153,7 @@ async def _shown(options: DemoOptions, processes: Processes) -> int:
         evidence, session = await stage.play()
         where = log.where
     finally:
+        view.end_answer()  # an error or Ctrl-C in the middle of it
         await log.close()
     report, judged = DemoReport(out), claims(evidence)
     report.figures(evidence)
@@ -191,7 +192,7 @@ class _Stage:
         with view.working("an uninterrupted run, a flipped byte, and node A anew"):
             reference, tampered, again = await self._compared(scene, killed)
         with view.working("node A pauses, node B goes on, node A continues"):
-            paused = await pause_and_continue(scene, again, self.plan.log)
+            paused = await pause_and_continue(scene, again, self.plan.log, killed)
         evidence = Evidence(
             killed=killed,
             reprefill_ms=reprefill_ms,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from consumers.demo_client import Answer, Asked, Broken, Finished, Piece, stream, whole_answer
 from consumers.demo_error import DemoError
+from consumers.demo_options import LEFT_MIN
 from consumers.demo_process import until
 from consumers.demo_prompt import Prompt
 from consumers.demo_proofs import Killed, TakeOverTimes, Uninterrupted
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 _ATTEMPTS_MAX = 3
-"""The default question's answer may be over before it can be cut; then another nonce gives another answer."""
+"""An answer may be over before it can be cut; then another nonce may give another answer."""
 
 _WARM_SECONDS = 60.0
 _EVENT_SECONDS = 15.0
@@ -73,7 +74,8 @@ def is_time_to_cut(options: DemoOptions, answer: Answer) -> bool:
         return said >= options.kill_at
     fragment = re.split(r"[.!?\n]", answer.text)[-1]
     inside = len(fragment.split()) >= _FRAGMENT_WORDS
-    return said >= _CUT_SHARE_MIN * options.tokens and (inside or said >= _CUT_SHARE_MAX * options.tokens)
+    latest = min(_CUT_SHARE_MAX * options.tokens, options.tokens - LEFT_MIN)
+    return said >= latest or (inside and said >= _CUT_SHARE_MIN * options.tokens)
 
 
 def finished(answer: Answer, node: str) -> Finished:
@@ -110,18 +112,12 @@ async def kill_and_go_on(scene: Scene, a: Node) -> tuple[Scene, Killed]:
     Returns: the scene with the prompt that it came to, and the evidence.
     DemoError: the answer was over too soon, or node B does not answer.
     """
-    for attempt in range(1, _ATTEMPTS_MAX + 1):
+    for _ in range(_ATTEMPTS_MAX):
         began = await _until_cut(scene, a)
         if began is not None:
             return scene, await _go_on(scene, began)
-        if scene.options.question is not None or attempt == _ATTEMPTS_MAX:
-            break
-        scene = replace(scene, prompt=Prompt.make(None))
-    raise DemoError(
-        "The answer was over before node A could be killed.",
-        fix="Ask something that needs a longer answer (--prompt), or kill it earlier (--kill-at).",
-        code=ExitCode.USAGE,
-    )
+        scene = replace(scene, prompt=Prompt.make(scene.options.question))
+    raise _too_short()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +146,17 @@ async def _until_cut(scene: Scene, a: Node) -> _Begun | None:
         finished(answer, "node A")
         return None
     if not isinstance(answer.end, Broken):
-        view.cancel_answer()
-        return None  # what was left of it was on its way already
+        raise _too_short()  # what was left of it was on its way already
     view.killed(len(answer.tokens), (a.daemon.pid, a.engine.program.pid))
     return _Begun(answer, killed_at, answer.end.at)
+
+
+def _too_short() -> DemoError:
+    return DemoError(
+        "The answer was over before node A could be killed.",
+        fix="Ask something that needs a longer answer (--prompt), or kill it earlier (--kill-at).",
+        code=ExitCode.USAGE,
+    )
 
 
 async def _go_on(scene: Scene, begun: _Begun) -> Killed:

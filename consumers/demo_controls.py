@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from consumers.demo_acts import finished, is_time_to_cut
+from consumers.demo_acts import finished
 from consumers.demo_client import Answer, Asked, Broken, Piece, stream, whole_answer
 from consumers.demo_error import DemoError
+from consumers.demo_options import LEFT_MIN
 from consumers.demo_process import until
 from consumers.demo_proofs import Paused, Tampered
 from consumers.exits import ExitCode
 from kvlog.records import Codec, Delta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from consumers.demo_acts import Scene
     from consumers.demo_log import SessionStory
     from consumers.demo_nodes import Node
@@ -96,73 +96,89 @@ async def _broken_at(node: Node, session: SessionId) -> int | None:
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def pause_and_continue(scene: Scene, a: Node, log: LogSettings) -> Paused:
-    """Pause node A in the middle of an answer, let node B go on, continue node A, and see what becomes of it.
+async def pause_and_continue(scene: Scene, a: Node, log: LogSettings, killed: Killed) -> Paused:
+    """Pause node A in the middle of the answer, let node B go on, continue node A, and see what becomes of it.
 
     Repeated while node A was fenced before it had written anything late, a few times.
+
+    Args:
+        scene: with node B.
+        a: another node A than the one that was killed.
+        log: of both.
+        killed: the first act, whose answer is given again; so it is known how long it is.
     """
-    paused = await _pause_once(scene, a, log, "paused-1")
-    for attempt in range(2, _ATTEMPTS_MAX + 1):
+    left = max(1, len(killed.shown) + len(killed.resumed) - LEFT_MIN)
+    pause_at = min(len(killed.shown), left)
+    for attempt in range(1, _ATTEMPTS_MAX + 1):
+        paused = await _Pause(scene, a, log, pause_at).once(f"paused-{attempt}")
         if paused.story.late:
             break
-        paused = await _pause_once(scene, a, log, f"paused-{attempt}")
     return paused
 
 
-async def _pause_once(scene: Scene, a: Node, log: LogSettings, act: str) -> Paused:
-    at_a, at_b = Answer(time.monotonic()), Answer(time.monotonic())
-    session = scene.session(act)
-    async with asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(_read(a, scene.asked(act), at_a))
-        await _pause(scene, a, log, at_a)
-        shown = tuple(at_a.tokens)
-        async for part in stream(scene.b.url, scene.asked(act, shown)):
-            at_b.take(part)
-            if isinstance(part, Piece) and len(at_b.tokens) == _GOES_ON_TOKENS:
-                a.group.go_on()
-        a.group.go_on()  # also if B's answer was over before that
-        await asyncio.wait([reading], timeout=_ENDING_SECONDS)
-        reading.cancel()
-    finished(at_b, "node B")
-    story = await _ended_story(scene, session)
-    late = frozenset(map(int, story.late))
-    return Paused(
-        tokens=shown + tuple(at_b.tokens),
-        ending=at_a.end.kind if isinstance(at_a.end, Broken) else "",
-        dropped=len(at_a.tokens) - len(shown),
-        story=story,
-        stale_at_b=await _stale_at(scene.b, session, late),
-        stale_at_a=await _stale_at(a, session, late),
-    )
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """The zombie control. `pause_at`: tokens of the answer after which node A's daemon is stopped."""
+
+    scene: Scene
+    a: Node
+    log: LogSettings
+    pause_at: int
+
+    async def once(self, act: str) -> Paused:
+        """Play it in a session of its own."""
+        scene, a, session = self.scene, self.a, self.scene.session(act)
+        at_a, at_b = Answer(time.monotonic()), Answer(time.monotonic())
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(_read(a, scene.asked(act), at_a))
+            await self._stop(at_a)
+            shown = tuple(at_a.tokens)
+            async for part in stream(scene.b.url, scene.asked(act, shown)):
+                at_b.take(part)
+                if isinstance(part, Piece) and len(at_b.tokens) == _GOES_ON_TOKENS:
+                    a.group.go_on()
+            a.group.go_on()  # also if B's answer was over before that
+            await asyncio.wait([reading], timeout=_ENDING_SECONDS)
+            reading.cancel()
+        finished(at_b, "node B")
+        story = await _ended_story(scene, session)
+        late = frozenset(map(int, story.late))
+        return Paused(
+            tokens=shown + tuple(at_b.tokens),
+            ending=at_a.end.kind if isinstance(at_a.end, Broken) else "",
+            dropped=len(at_a.tokens) - len(shown),
+            story=story,
+            stale_at_b=await _stale_at(scene.b, session, late),
+            stale_at_a=await _stale_at(a, session, late),
+        )
+
+    async def _stop(self, answer: Answer) -> None:
+        """Stop the whole node in the middle of its answer: its daemon first, its engine a few tokens later.
+
+        DemoError: its answer is over already, or does not come.
+        """
+        await self._has_said(answer, self.pause_at)
+        await self.a.stop_daemon(self.log)
+        await self._has_said(answer, len(answer.tokens) + _AHEAD_TOKENS)
+        self.a.group.stop()
+
+    async def _has_said(self, answer: Answer, tokens: int) -> None:
+        what = f"the answer of node {self.a.name.upper()}"
+        await until(
+            lambda: len(answer.tokens) >= tokens or answer.end is not None, seconds=_ANSWER_SECONDS, what=what
+        )
+        if answer.end is not None:
+            finished(answer, what)
+            raise DemoError(
+                "The answer was over before node A could be paused.",
+                fix="Raise --tokens, or lower --kill-at.",
+                code=ExitCode.USAGE,
+            )
 
 
 async def _read(node: Node, asked: Asked, answer: Answer) -> None:
     async for part in stream(node.url, asked):
         answer.take(part)
-
-
-async def _pause(scene: Scene, a: Node, log: LogSettings, answer: Answer) -> None:
-    """Stop the whole node in the middle of its answer: its daemon first, its engine a few tokens later.
-
-    DemoError: its answer is over already, or does not come.
-    """
-    await _comes(a, answer, lambda: is_time_to_cut(scene.options, answer))
-    await a.stop_daemon(log)
-    said = len(answer.tokens)
-    await _comes(a, answer, lambda: len(answer.tokens) >= said + _AHEAD_TOKENS)
-    a.group.stop()
-
-
-async def _comes(node: Node, answer: Answer, condition: Callable[[], bool]) -> None:
-    what = f"the answer of node {node.name.upper()}"
-    await until(lambda: condition() or answer.end is not None, seconds=_ANSWER_SECONDS, what=what)
-    if answer.end is not None:
-        finished(answer, what)
-        raise DemoError(
-            "The answer was over before node A could be paused.",
-            fix="Raise --tokens, or lower --kill-at.",
-            code=ExitCode.USAGE,
-        )
 
 
 async def _ended_story(scene: Scene, session: SessionId) -> SessionStory:

@@ -12,11 +12,13 @@ from consumers.exits import ExitCode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DemoOptions", "parse_options"]
+__all__ = ["LEFT_MIN", "DemoOptions", "parse_options"]
 
 TOKENS_DEFAULT = 96
-TOKENS_MIN = 8
+TOKENS_MIN = 16
 TOKENS_MAX = 4096
+LEFT_MIN = 8
+"""Tokens that node B must have left to say."""
 
 _EPILOG = """\
 What it starts dies with it. Nothing is left behind but the log, where --log names one: look at it with kvlog show,
@@ -69,10 +71,12 @@ def parse_options(arguments: Sequence[str]) -> DemoOptions:
     given = _parser().parse_args(arguments)
     if not TOKENS_MIN <= given.tokens <= TOKENS_MAX:
         raise _wrong(f"--tokens {given.tokens} is not {TOKENS_MIN} to {TOKENS_MAX}.", "Choose one of those.")
-    if given.kill_at is not None and not 1 <= given.kill_at < given.tokens:
+    kill_at_max = given.tokens - LEFT_MIN
+    if given.kill_at is not None and not 1 <= given.kill_at <= kill_at_max:
         raise _wrong(
-            f"--kill-at {given.kill_at} is not within the answer, which has {given.tokens} tokens (--tokens).",
-            f"Choose 1 to {given.tokens - 1}, or raise --tokens.",
+            f"--kill-at {given.kill_at}: the answer has {given.tokens} tokens (--tokens), and node B must have"
+            f" at least {LEFT_MIN} of them left to say.",
+            f"Choose 1 to {kill_at_max}, or raise --tokens.",
         )
     if given.prompt is not None and not given.prompt.strip():
         raise _wrong("--prompt is empty.", "Ask something, or leave it out.")

@@ -99,6 +99,20 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
         process.communicate(timeout=60)
 
 
+def talkative_llama(folder: Path) -> Path:
+    """A random Llama that never ends its answer: at random it would, once in 260 tokens."""
+    from safetensors.torch import load_file, save_file
+
+    builder = [sys.executable, "-m", "kvlog.engines.transformers_build", "random", str(folder), "3", "7"]
+    subprocess.run(builder, check=True, capture_output=True)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][256:] = (
+        0  # special tokens; among 256 random logits there is always a larger one
+    )
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def check(figures: dict[str, Any], *, tokens: int) -> None:
     """What holds of every demo, whatever engine and log."""
     assert NAMES == set(figures)
@@ -153,9 +167,7 @@ def test_demo_on_a_random_llama_loads_the_very_bytes_in_every_layer(
     demo: Demo, tmp_path: Path, dtype: str
 ) -> None:
     """A real transformers cache comes back bit for bit, in both dtypes; in float32 the tokens must be equal too."""
-    model = tmp_path / "llama"
-    builder = [sys.executable, "-m", "kvlog.engines.transformers_build", "random", str(model), "3", "7"]
-    subprocess.run(builder, check=True, capture_output=True)
+    model = talkative_llama(tmp_path / "llama")
     arguments = ("--model", str(model), "--dtype", dtype, "--tokens", "40", "--prompt", QUESTION)
     figures = demo.figures(*arguments)
     check({**figures, "tokens_equal": True} if dtype == "bfloat16" else figures, tokens=40)

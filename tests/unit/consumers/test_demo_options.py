@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from consumers.__main__ import main
+from consumers.demo_acts import is_time_to_cut
+from consumers.demo_client import Answer, Piece
 from consumers.demo_error import DemoError
 from consumers.demo_model import _row_bytes
 from consumers.demo_options import TOKENS_DEFAULT, parse_options
@@ -31,10 +33,11 @@ def test_options_without_arguments_are_the_trained_model_on_a_log_of_its_own():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tokens", "7"], "--tokens 7 is not 8 to 4096."),
+        (["--tokens", "7"], "--tokens 7 is not 16 to 4096."),
         (["--tokens", "5000"], "--tokens 5000 is not"),
-        (["--kill-at", "0"], "--kill-at 0 is not within the answer, which has 96 tokens"),
-        (["--kill-at", "20", "--tokens", "20"], "Choose 1 to 19"),
+        (["--kill-at", "0"], "--kill-at 0: the answer has 96 tokens (--tokens)"),
+        (["--kill-at", "90"], "--kill-at 90: the answer has 96 tokens (--tokens)"),
+        (["--kill-at", "20", "--tokens", "20"], "Choose 1 to 12, or raise --tokens."),
         (["--prompt", " "], "--prompt is empty."),
         (["--engine", "synthetic", "--model", "small"], "The synthetic engine has no model"),
         (["--engine", "synthetic", "--dtype", "float32"], "The synthetic engine has no model and no dtype."),
@@ -53,6 +56,26 @@ def test_bfloat16_is_reported_and_not_exact():
     """Rows that are computed again may differ by rounding in bfloat16; the synthetic engine computes exactly."""
     assert not parse_options(["--dtype", "bfloat16"]).is_exact
     assert parse_options(["--engine", "synthetic"]).is_exact
+
+
+def said(text: str, tokens: int) -> Answer:
+    """An answer as far as it has come."""
+    answer = Answer(0.0)
+    answer.take(Piece(tuple(range(tokens)), text, 1.0))
+    return answer
+
+
+def test_answer_is_cut_in_the_middle_of_a_sentence():
+    """From two fifths of the answer on, where a sentence has begun; at the latest where something is left to say."""
+    options = parse_options(["--tokens", "40"])
+    assert not is_time_to_cut(options, said("It was a dark", 15))
+    assert not is_time_to_cut(options, said("It was dark. And", 16))
+    assert is_time_to_cut(options, said("It was dark. And then it", 16))
+    assert is_time_to_cut(options, said("No. No. No.", 28))
+    assert is_time_to_cut(parse_options(["--tokens", "16"]), said("No.", 8))
+    assert [False, True] == [
+        is_time_to_cut(parse_options(["--kill-at", "5"]), said("No.", n)) for n in (4, 5)
+    ]
 
 
 async def test_log_of_nothing_given_is_in_the_demos_folder(tmp_path):
