@@ -242,7 +242,8 @@ class Shell:
         if not self.failures:
             return False
         record = self.failures.popleft()
-        self.given_up.discard((record.session, record.epoch))
+        if not isinstance(record, Claim):
+            self.given_up.discard((record.session, record.epoch))
         self.feed(AppendFailed(record))
         return True
 
