@@ -77,11 +77,13 @@ def _serve(server: EngineServer, listener: socket.socket) -> None:
         timeout_graceful_shutdown=_GRACE_SECONDS,
     )
     host, port = listener.getsockname()[:2]
+    web = uvicorn.Server(config)
     for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn puts handlers of its own in place, and raises the signal anew when it has served its last answer.
-        signal.signal(number, lambda *_: None)
+        # uvicorn puts handlers of its own in place a moment later, and raises the signal anew when it has served its
+        # last answer; what comes before them must end it too.
+        signal.signal(number, lambda *_: setattr(web, "should_exit", True))
     print(f"ready http://{host}:{port}", flush=True)  # the kernel queues connections from here on
-    uvicorn.Server(config).run(sockets=[listener])
+    web.run(sockets=[listener])
 
 
 def _model(args: argparse.Namespace) -> StepModel:
