@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LEFT_MIN", "DemoOptions", "parse_options"]
 
-TOKENS_DEFAULT = 96
+TOKENS_DEFAULT = 80
 TOKENS_MIN = 16
 TOKENS_MAX = 4096
 LEFT_MIN = 8

@@ -35,8 +35,8 @@ def test_options_without_arguments_are_the_trained_model_on_a_log_of_its_own():
     [
         (["--tokens", "7"], "--tokens 7 is not 16 to 4096."),
         (["--tokens", "5000"], "--tokens 5000 is not"),
-        (["--kill-at", "0"], "--kill-at 0: the answer has 96 tokens (--tokens)"),
-        (["--kill-at", "90"], "--kill-at 90: the answer has 96 tokens (--tokens)"),
+        (["--kill-at", "0"], "--kill-at 0: the answer has 80 tokens (--tokens)"),
+        (["--kill-at", "75"], "--kill-at 75: the answer has 80 tokens (--tokens)"),
         (["--kill-at", "20", "--tokens", "20"], "Choose 1 to 12, or raise --tokens."),
         (["--prompt", " "], "--prompt is empty."),
         (["--engine", "synthetic", "--model", "small"], "The synthetic engine has no model"),
