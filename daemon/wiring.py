@@ -122,25 +122,27 @@ def wire(settings: Settings) -> Parts:
         notifier=Notifier.from_environment(),
         log=log,
         pool=pool,
-        marks=EvictionMarks(
-            high_percent=settings.pool.high_percent,
-            low_percent=settings.pool.low_percent,
-            ttl_ns=settings.pool.idle_seconds * 1_000_000_000,
-        ),
+        marks=_marks(settings),
         turns=turns,
         shell=shell,
         tail=tail,
         publisher=publisher,
         control=control,
-        server=LinkServer(
-            settings.link.socket,
-            control,
-            ServerOptions(
-                uids=settings.link.uids,
-                gids=settings.link.gids,
-                peers_max=settings.link.engines_max,
-                limits=limits,
-            ),
-        ),
+        server=_server(settings, control, limits),
         index=NodeIndex(shell, pool, turns, telemetry, myself),
+    )
+
+
+def _server(settings: Settings, control: EngineControl, limits: Limits) -> LinkServer:
+    link = settings.link
+    options = ServerOptions(uids=link.uids, gids=link.gids, peers_max=link.engines_max, limits=limits)
+    return LinkServer(link.socket, control, options)
+
+
+def _marks(settings: Settings) -> EvictionMarks:
+    pool = settings.pool
+    return EvictionMarks(
+        high_percent=pool.high_percent,
+        low_percent=pool.low_percent,
+        ttl_ns=pool.idle_seconds * 1_000_000_000,
     )

@@ -266,9 +266,9 @@ class Answer:
     done: bool = False
 
 
-def synthetic_answer(prompt: Sequence[int] | str, count: int) -> list[int]:
-    """What every synthetic engine must answer, computed here, from nothing."""
-    model = SyntheticModel(SyntheticOptions())
+def synthetic_answer(prompt: Sequence[int] | str, count: int, *, row_bytes: int = 4096) -> list[int]:
+    """What every synthetic engine with rows of that size must answer, computed here, from nothing."""
+    model = SyntheticModel(SyntheticOptions(row_bytes=row_bytes))
     cache, answer = model.new_cache(), []
     new = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
     for _ in range(count):
