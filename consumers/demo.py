@@ -58,6 +58,10 @@ _TERMINATED = 143
 _CLAIM_SECONDS = "5"
 """A request waits so long for its claim: longer than a node's default, for machines that do something else as well."""
 
+_PACE = "60"
+"""The most tokens a second of an answer: what is faster cannot be read, nor cut where it should be. Small models
+only."""
+
 _GREETING = "Hello!"
 """Enough to see that a node works. Node B answers as long a prompt as the real one, for its prefill is timed."""
 
@@ -240,7 +244,7 @@ def _plan(options: DemoOptions, settings: LogSettings, model: Model) -> NodePlan
     return NodePlan(
         log=settings,
         prefix=f"demo-{secrets.token_hex(4)}",
-        engine=(*model.arguments, "--claim-seconds", _CLAIM_SECONDS),
+        engine=(*model.arguments, "--claim-seconds", _CLAIM_SECONDS, "--tokens-per-second", _PACE),
         pool_bytes=max(_POOL_BYTES_MIN, min(positions, 2048) * model.row_bytes * _POOL_SESSIONS),
     )
 

@@ -37,6 +37,7 @@ _ATTEMPTS_MAX = 4
 _AHEAD_TOKENS = 3
 """Tokens that node A's engine computes after its daemon was stopped: their rows wait in the ring, and become late."""
 
+_LONGER_TOKENS = 256
 _ANSWER_SECONDS = 180.0
 _GOES_ON_TOKENS = 3
 """Of node B's answer, before node A is continued."""
@@ -130,7 +131,7 @@ class _Pause:
         scene, a, session = self.scene, self.a, self.scene.session(act)
         at_a, at_b = Answer(time.monotonic()), Answer(time.monotonic())
         async with asyncio.TaskGroup() as tasks:
-            reading = tasks.create_task(_read(a, scene.asked(act), at_a))
+            reading = tasks.create_task(_read(a, self._endless(act), at_a))
             await self._stop(at_a)
             shown = tuple(at_a.tokens)
             async for part in stream(scene.b.url, scene.asked(act, shown)):
@@ -151,6 +152,10 @@ class _Pause:
             stale_at_b=await _stale_at(scene.b, session, late),
             stale_at_a=await _stale_at(a, session, late),
         )
+
+    def _endless(self, act: str) -> Asked:
+        """Node A is asked for more than node B: it must not be done before it can have learnt that it is fenced."""
+        return self.scene.asked(act, tokens_max=self.scene.options.tokens + _LONGER_TOKENS)
 
     async def _stop(self, answer: Answer) -> None:
         """Stop the whole node in the middle of its answer: its daemon first, its engine a few tokens later.

@@ -46,7 +46,7 @@ class Model:
 
 def synthetic_model() -> Model:
     """No model: see kvlog.engines.synthetic."""
-    return Model("synthetic", ("synthetic", "--tokens-per-second", "60"), _SYNTHETIC_ROW_BYTES, "")
+    return Model("synthetic", ("synthetic",), _SYNTHETIC_ROW_BYTES, "")
 
 
 async def find_model(processes: Processes, choice: str, dtype: str, tell: Callable[[str], None]) -> Model:

@@ -85,6 +85,8 @@ def parse_session_id(text: str) -> SessionId:
         raise InvalidSessionId(problem="it has a lone surrogate, which is not UTF-8") from None
     if size > SESSION_ID_BYTES_MAX:
         raise InvalidSessionId(problem=f"it is {size} bytes long, {SESSION_ID_BYTES_MAX} is the most")
-    if any(c < " " or "\x7f" <= c <= "\x9f" for c in text):  # not str.isprintable: it differs between Python versions
+    if any(
+        c < " " or "\x7f" <= c <= "\x9f" for c in text
+    ):  # not str.isprintable: it differs between Python versions
         raise InvalidSessionId(problem="it has a control character")
     return SessionId(text)

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 
     from kvlog.ids import Offset, Partition
 
-__all__ = ["AppendRequest", "Log", "LogMessage", "LogReader", "LogWriter", "PartitionBounds", "Table", "TableRow"]
+__all__ = [
+    "AppendRequest",
+    "Log",
+    "LogMessage",
+    "LogReader",
+    "LogWriter",
+    "PartitionBounds",
+    "Table",
+    "TableRow",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +76,9 @@ class LogWriter(Protocol):
     async def append(self, request: AppendRequest) -> asyncio.Future[Offset]:
         """Give the message its place in the partition's order.
 
-        Returns: when it has its place (it waits while the writer's buffer is full); the future is done when the log holds
-            the message durably. Deadlines are the caller's; a pending append goes on through an outage.
+        Returns: when it has its place (it waits while the writer's buffer is full); the future is done when the log
+            holds the message durably. Deadlines are the caller's; a pending append goes on through an outage.
+
         Raises:
             LogUnavailable: before anything was sent; nothing is in the log, try again.
         The future's errors:
@@ -163,6 +173,7 @@ class Log(Protocol):
         """Connect, create what is missing, check what is there.
 
         Returns: differences from the configuration that do not stop us, one sentence each.
+
         Raises:
             LogUnavailable: it cannot be reached now; call again.
             ConfigError: it is there and cannot be used as it is (another P, a max.message.bytes below our records, no

@@ -82,7 +82,7 @@ class Then(Enum):
     FATAL = "give up everything that is pending"
 
 
-_AGAIN = dict.fromkeys(
+_AGAIN: dict[int, Then] = dict.fromkeys(
     (
         Code.LEADER_NOT_AVAILABLE,
         Code.NOT_LEADER_OR_FOLLOWER,
@@ -98,7 +98,7 @@ _AGAIN = dict.fromkeys(
     ),
     Then.AGAIN,
 )
-_TOPIC = dict.fromkeys(
+_TOPIC: dict[int, Then] = dict.fromkeys(
     (Code.UNKNOWN_TOPIC_OR_PARTITION, Code.UNKNOWN_TOPIC_ID, Code.INCONSISTENT_TOPIC_ID), Then.TOPIC
 )
 

@@ -231,11 +231,14 @@ class KafkaLink:
                 connection = await self._connect(*self._nodes[node])
             except (ConnectionResetError, KafkaConnectionError, EOFError) as error:
                 raise self._hung_up(node, error) from error
-            if self._closed:
+            if self._was_closed():  # meanwhile
                 connection.close()
                 raise LogUnavailable(where=self._where(node), problem="closed")
             self._connections[node] = connection
             return connection
+
+    def _was_closed(self) -> bool:
+        return self._closed
 
     async def _connect(self, host: str, port: int) -> aiokafka_conn.AIOKafkaConnection:
         security = self._options.security

@@ -150,7 +150,8 @@ class TopicMetadata(Request[_MetadataRequest]):
     API_KEY = 3
 
     def __init__(self, topic: str | None) -> None:
-        self._topics = [] if topic is None else [(bytes(16), topic, {})]
+        no_tags: dict[int, bytes] = {}
+        self._topics = [] if topic is None else [(bytes(16), topic, no_tags)]
 
     def build(self, request_struct_class: type[_MetadataRequest]) -> _MetadataRequest:
         """The request's struct."""
@@ -275,8 +276,9 @@ class FetchById(Request[_FetchRequest]):
     def build(self, request_struct_class: type[_FetchRequest]) -> _FetchRequest:
         """The request's struct."""
         limit = self._partition_bytes_max
-        rows = [(p.partition, _NO_EPOCH, p.offset, p.epoch, -1, limit, {}) for p in self._parts]
-        topics = [(self._topic_id, rows, {})]
+        no_tags: dict[int, bytes] = {}
+        rows = [(p.partition, _NO_EPOCH, p.offset, p.epoch, -1, limit, no_tags) for p in self._parts]
+        topics = [(self._topic_id, rows, no_tags)]
         limits = (self._wait_ms, 1, self._bytes_max)
         return request_struct_class(
             _CONSUMER, *limits, 0, _NO_SESSION, _FINAL_SESSION_EPOCH, topics, [], "", {}

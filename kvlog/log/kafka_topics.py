@@ -99,7 +99,8 @@ class TopicKeeper:
                 raise denied(right=name, resource=f"topic {topic}")
 
     async def _create(self, wanted: TopicWanted) -> None:
-        row = (wanted.name, wanted.partitions, wanted.replication, [], list(wanted.config.items()))
+        assignment: list[object] = []
+        row = (wanted.name, wanted.partitions, wanted.replication, assignment, list(wanted.config.items()))
         timeout_ms = int(self._options.timeout_seconds * 1000)
         while True:
             request = CreateTopicsRequest([row], timeout_ms, False)  # noqa: FBT003 - aiokafka's own signature

@@ -230,7 +230,9 @@ class KafkaWriter:
         self._spawn(self._send(node, taken))
 
     async def _send(self, node: int, taken: list[tuple[Lane, Batch]]) -> None:
-        payloads = {batch.partition: batch.payload for _, batch in taken if batch.payload is not None}
+        payloads: dict[int, bytes | bytearray] = {
+            batch.partition: batch.payload for _, batch in taken if batch.payload is not None
+        }
         timeout_ms = int(self._options.timeout_seconds * 1000)
         try:
             response = await self._link.send(

@@ -252,8 +252,6 @@ def _made(paths: Paths, partitions: int) -> str:
         problem = (
             f"the log in {paths.directory} has {database.partitions} partitions, {partitions} are configured"
         )
-        fix = (
-            f"Set log.partitions to {database.partitions}, or log.url to another place; P never changes"
-        )
+        fix = f"Set log.partitions to {database.partitions}, or log.url to another place; P never changes"
         raise ConfigError(setting="log.partitions", problem=problem, fix=fix)
     return database.identity

@@ -268,9 +268,7 @@ def _checked(paths: Paths, connection: sqlite3.Connection, file: tuple[int, int]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version != FORMAT_VERSION:
         problem = f"{paths.database.name} has format version {version}, this build reads {FORMAT_VERSION}"
-        raise _config(
-            paths, problem, "Use a build of kvlog that reads it, or set log.url to another place"
-        )
+        raise _config(paths, problem, "Use a build of kvlog that reads it, or set log.url to another place")
     meta = dict(connection.execute("SELECT name, value FROM meta"))
     return Database(paths, connection, file, str(meta["identity"]), int(meta["partitions"]))
 

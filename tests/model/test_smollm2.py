@@ -11,8 +11,8 @@ from kvlog.engines.detokenize import StreamDecoder
 from kvlog.engines.models import ModelSource, ensure_model
 from kvlog.engines.transformers import TransformersModel
 from kvlog.layout import DType, Layout
-from kvlog.wire.row_difference import kv_difference
 from tests.model.llama import Run, rows_of
+from tests.model.row_difference import kv_difference
 
 pytestmark = [
     pytest.mark.model,

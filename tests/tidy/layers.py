@@ -35,7 +35,7 @@ LAYERS: dict[str, Layer] = {
     "first row": Layer(packages=frozenset({"xxhash"})),
     "wire": Layer(("first row",), frozenset({"xxhash", "msgpack", "lz4", "zstandard", "numpy"})),
     "core": Layer(("first row",)),
-    "log": Layer(("first row", "wire"), frozenset({"aiokafka"})),
+    "log": Layer(("first row", "wire"), frozenset({"aiokafka", "pydantic"})),
     "buffers": Layer(("first row",), frozenset({"numpy", "torch"})),
     "link": Layer(("first row", "buffers"), frozenset({"msgpack"})),
     "engines": Layer(
@@ -49,6 +49,7 @@ LAYERS: dict[str, Layer] = {
 TRANSFORMERS = ("kvlog.engines.transformers*",)
 OWNED: dict[str, tuple[str, ...]] = {
     "aiokafka": ("kvlog.log.kafka*",),
+    "pydantic": ("kvlog.log.settings", "daemon.*", "consumers.*"),
     "torch": ("kvlog.buffers.pool*", "kvlog.engines.*"),
     "transformers": TRANSFORMERS,
     "gguf": TRANSFORMERS,

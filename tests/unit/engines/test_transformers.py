@@ -17,8 +17,8 @@ from kvlog.engines.sampler import Sampler
 from kvlog.engines.transformers import TransformersModel
 from kvlog.errors import ConfigError, LocalProtocolError
 from kvlog.layout import DType
-from kvlog.wire.row_difference import kv_difference
 from tests.model.llama import Run, random_folder, random_model, rows_of
+from tests.model.row_difference import kv_difference
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvlog.layout import DTYPE_BYTES, DType, Layout
-from kvlog.wire.row_difference import kv_difference
+from tests.model.row_difference import kv_difference
 
 
 def _layout(dtype: DType) -> Layout:
