@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 ARGS ?=
 SEED ?=
+OWN := tests/unit tests/property tests/golden
 QUICK := not kafka and not gpu and not e2e and not slow and not model
 
 .PHONY: help venv lint check cover test test-gpu demo bench sim soak fmt clean
@@ -19,9 +20,9 @@ lint: $(STAMP) ## ruff and mypy
 check: lint ## lint, and every test that needs no broker, engine or model (two minutes)
 	@$(BIN)/pytest -q -m "$(QUICK)" $(ARGS)
 cover: $(STAMP) ## branch coverage of kvlog/core and kvlog/wire by their own tests: must be 100 %
-	@$(BIN)/pytest -q -m "$(QUICK)" --cov --cov-report=term-missing tests/unit tests/property tests/golden
-test: lint cover ## everything; tests that lack a broker or a device skip and say so
-	@$(BIN)/pytest --durations=25 $(ARGS)
+	@$(BIN)/pytest -q --durations=15 --cov --cov-report=term-missing $(OWN)
+test: lint cover ## everything, each test once; tests that lack a broker or a device skip and say so
+	@$(BIN)/pytest --durations=25 $(OWN:%=--ignore=%) $(ARGS)
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(BIN)/pytest -m gpu $(ARGS)
 demo: $(STAMP) ## an answer that survives kill -9 (ARGS=--help for more)

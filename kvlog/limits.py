@@ -25,6 +25,7 @@ class Limits:
         session_tokens: positions of one session; a longer one goes on unlogged.
         shards: tensor-parallel ranks of one session.
         sessions_a_partition: fold states kept; past it the least recently used idle one is dropped.
+        primaries: sessions that one node owns; past it the least recently used idle one is let go, to be claimed again.
         reread_attempts: how often a record that breaks a session is read again before that is believed.
         reread_records: how far back a re-read goes at most, in offsets; a gap from further back breaks it.
         claim_attempts: how often one take-over claims before it gives up as fenced.
@@ -42,6 +43,7 @@ class Limits:
     session_tokens: int = 1 << 20
     shards: int = 64
     sessions_a_partition: int = 100_000
+    primaries: int = 4096
     reread_attempts: int = 2
     reread_records: int = 10_000
     claim_attempts: int = 4
@@ -70,6 +72,7 @@ TINY = Limits(
     session_tokens=64,
     shards=4,
     sessions_a_partition=3,
+    primaries=64,
     reread_attempts=1,
     reread_records=8,
     claim_attempts=2,

@@ -46,12 +46,13 @@ from kvlog.core.inputs import (
     WithdrawRequest,
 )
 from kvlog.core.myself import Myself
+from kvlog.core.owned import OwnedSessions
 from kvlog.core.primary import PrimaryCore, Tenure
 from kvlog.core.session import Standing
 from kvlog.core.standby import StandbyCore
 from kvlog.core.takeover import Claimant, Phase, TakeOver
 from kvlog.core.verdicts import Verdict
-from kvlog.ids import Turn
+from kvlog.ids import Offset
 from kvlog.records import Claim, Delta, End, Truncate
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from kvlog.core.effects import Effect, ReadEffect
     from kvlog.core.inputs import Input
     from kvlog.core.session import SessionState
-    from kvlog.ids import Epoch, Partition, SessionId
+    from kvlog.ids import Epoch, Partition, SessionId, Turn
     from kvlog.limits import Limits
     from kvlog.records import EndReason, Record
 
@@ -74,13 +75,11 @@ class NodeCore:
         "_catching_up",
         "_ending",
         "_limits",
+        "_owned",
         "_partitions",
-        "_primaries",
         "_self",
-        "_sessions",
         "_stopping",
         "_takeovers",
-        "_turns",
         "_waiting",
     )
 
@@ -88,15 +87,13 @@ class NodeCore:
         """A node that follows nothing yet."""
         self._self = myself
         self._limits = limits
-        self._turns = first_turn
+        self._owned = OwnedSessions(limits, first_turn=first_turn)
         self._stopping = False
         self._partitions: dict[Partition, StandbyCore] = {}
-        self._primaries: dict[SessionId, PrimaryCore] = {}
         self._takeovers: dict[SessionId, TakeOver] = {}
         self._waiting: dict[SessionId, OpenTurn] = {}
         self._ending: dict[SessionId, EndReason] = {}
         self._catching_up: dict[SessionId, WatermarkRead] = {}
-        self._sessions: dict[Turn, SessionId] = {}
 
     # What it knows
 
@@ -107,15 +104,15 @@ class NodeCore:
 
     def primary(self, session: SessionId) -> PrimaryCore | None:
         """The writing side of a session that this node owns."""
-        return self._primaries.get(session)
+        return self._owned.get(session)
 
     def primaries(self) -> Iterator[PrimaryCore]:
         """Every session that this node owns."""
-        return iter(self._primaries.values())
+        return iter(self._owned)
 
     def session_of(self, turn: Turn) -> SessionId | None:
         """The session of a turn in progress."""
-        return self._sessions.get(turn)
+        return self._owned.session_of(turn)
 
     @property
     def takeovers_in_flight(self) -> int:
@@ -124,7 +121,7 @@ class NodeCore:
 
     def is_drained(self) -> bool:
         """Whether everything that was sent has been folded."""
-        return all(p.is_drained(self.state(p.session)) for p in self._primaries.values())
+        return all(p.is_drained(self.state(p.session)) for p in self._owned)
 
     def step(self, happened: Input) -> tuple[Effect, ...]:
         """What is to be done now that this has happened, in this order."""
@@ -177,9 +174,7 @@ class NodeCore:
     def _note(self, happened: CloseTurn | WithdrawRequest | Follow) -> None:
         match happened:
             case CloseTurn(turn):
-                session = self._sessions.pop(turn, None)
-                if session is not None and (primary := self._primaries.get(session)) is not None:
-                    primary.close(turn)
+                self._owned.close(turn)
             case WithdrawRequest(session, request):
                 waiting = self._waiting.get(session)
                 if waiting is not None and waiting.request == request:
@@ -218,7 +213,7 @@ class NodeCore:
         session = asked.session
         if self._stopping:
             return (TurnUnlogged(asked.request, session, UnloggedReason.STOPPING),)
-        primary = self._primaries.get(session)
+        primary = self._owned.get(session)
         if session in self._waiting or (primary is not None and primary.turn is not None):
             return (TurnUnlogged(asked.request, session, UnloggedReason.BUSY),)
         if len(asked.tokens) > self._limits.session_tokens:
@@ -239,9 +234,8 @@ class NodeCore:
 
     def _rows(self, rows: EncodedRows) -> tuple[Effect, ...]:
         """INV-TURN: rows of another turn or epoch are dropped; their sender counts them by the empty answer."""
-        session = self._sessions.get(rows.turn)
-        primary = self._primaries.get(session) if session is not None else None
-        if primary is None or primary.claim.epoch != rows.epoch or primary.turn != rows.turn:
+        primary = self._owned.of_turn(rows.turn)
+        if primary is None or primary.claim.epoch != rows.epoch:
             return ()
         if primary.expects(rows.shard) != rows.start:
             return self._end_turn(primary, TurnEndReason.ROWS_OUT_OF_ORDER)
@@ -250,15 +244,19 @@ class NodeCore:
         return primary.rows(rows)
 
     def _end_session(self, happened: EndSession) -> tuple[Effect, ...]:
-        primary, state = self._primaries.get(happened.session), self.state(happened.session)
+        primary, state = self._owned.get(happened.session), self.state(happened.session)
         if (primary is not None and primary.ended) or (
             state is not None and state.standing is Standing.ENDED
         ):
             return ()
         if primary is None:
+            if happened.session in self._takeovers:
+                self._ending[happened.session] = happened.reason
+                return ()
+            if self._stopping or len(self._takeovers) >= self._limits.takeovers_in_flight:
+                return ()
             self._ending[happened.session] = happened.reason
-            taken = happened.session in self._takeovers
-            return () if taken else self._take_over(happened.session, happened.claimant)
+            return self._take_over(happened.session, happened.claimant)
         return self._end(primary, happened.reason)
 
     def _watermark_read(self, happened: WatermarkRead) -> tuple[Effect, ...]:
@@ -267,11 +265,16 @@ class NodeCore:
             return ()
         partition = self._self.partition_of(happened.session)
         followed: tuple[Effect, ...] = ()
-        if partition not in self._partitions:
-            self._note(Follow(partition, happened.high_watermark))
-            followed = (FollowPartition(partition, happened.high_watermark),)
-        self._hold_or_not(happened.session)
         asked = self._waiting.get(happened.session)
+        if partition not in self._partitions:
+            # A request that was logged before must see every claim since then, or it could claim back.
+            logged_at = (
+                asked.continues - 1 if asked is not None and asked.continues else happened.high_watermark
+            )
+            first = Offset(min(logged_at, happened.high_watermark))
+            self._note(Follow(partition, first))
+            followed = (FollowPartition(partition, first),)
+        self._hold_or_not(happened.session)
         if (
             asked is not None
             and asked.continues
@@ -292,9 +295,7 @@ class NodeCore:
         out: list[Effect] = []
         for happened in ready:
             del self._catching_up[happened.session]
-            takeover, asked = self._takeovers.get(happened.session), self._waiting.get(happened.session)
-            if takeover is None:
-                continue
+            takeover, asked = self._takeovers[happened.session], self._waiting.get(happened.session)
             newer = self._newer_owner(asked) if asked else None
             if asked is not None and newer is not None:
                 del self._waiting[happened.session]
@@ -312,7 +313,7 @@ class NodeCore:
             if takeover is None or takeover.claim != record:
                 return ()
             return self._settled(session, takeover, takeover.failed())
-        primary = self._primaries.get(session)
+        primary = self._owned.get(session)
         if primary is None or primary.claim.epoch != record.epoch:
             return ()
         return self._lose(primary, Tenure.LOST, TurnEndReason.OUTCOME_UNKNOWN)
@@ -323,7 +324,7 @@ class NodeCore:
             TurnUnlogged(a.request, a.session, UnloggedReason.STOPPING) for a in self._waiting.values()
         )
         self._waiting.clear()
-        ended = [e for p in list(self._primaries.values()) for e in self._end_turn(p, TurnEndReason.STOPPING)]
+        ended = [e for p in self._owned for e in self._end_turn(p, TurnEndReason.STOPPING)]
         return waiting + tuple(ended)
 
     # Private
@@ -336,7 +337,7 @@ class NodeCore:
     def _hold_or_not(self, session: SessionId) -> None:
         """A session's state is kept while it is owned, or being claimed: a claim that is read back must find it."""
         if (core := self._partitions.get(self._self.partition_of(session))) is not None:
-            is_ours = session in self._primaries or session in self._takeovers
+            is_ours = session in self._owned or session in self._takeovers
             (core.hold if is_ours else core.unhold)(session)
 
     def _may_begin(self, primary: PrimaryCore, asked: OpenTurn) -> bool:
@@ -355,10 +356,7 @@ class NodeCore:
         return takeover.start()
 
     def _begin(self, primary: PrimaryCore, asked: OpenTurn) -> TurnOpened:
-        turn = Turn(self._turns)
-        self._turns += 1
-        log_from = primary.begin(turn, asked.tokens, asked.context)
-        self._sessions[turn] = asked.session
+        turn, log_from = self._owned.begin(primary, asked.tokens, asked.context)
         state = self.state(asked.session)
         usable = state.usable(asked.tokens, asked.context, asked.identity) if state else log_from
         return TurnOpened(asked.request, asked.session, turn, primary.claim.epoch, usable, log_from)
@@ -382,21 +380,21 @@ class NodeCore:
                     self._ended(effect.session)
                 case _:
                     pass
-        if session is not None and (primary := self._primaries.get(session)) is not None:
+        if session is not None and (primary := self._owned.get(session)) is not None:
             state = self.state(session)
             out.extend(primary.folded(state) if state else ())
         return tuple(out)
 
     def _own_refused(self, record: Delta | Truncate | End, verdict: Verdict) -> tuple[Effect, ...]:
         """Our own record cannot be judged even by us: the one that would have rooted the session is not in the log."""
-        primary = self._primaries.get(record.session)
+        primary = self._owned.get(record.session)
         if verdict is not Verdict.UNKNOWN or primary is None or primary.claim.epoch != record.epoch:
             return ()
         return self._lose(primary, Tenure.REFUSED, TurnEndReason.REFUSED)
 
     def _ended(self, session: SessionId) -> None:
         """Only a new claim can write it again: there is nothing left to own."""
-        primary = self._primaries.get(session)
+        primary = self._owned.get(session)
         if primary is not None and primary.ended:
             self._forget(primary, Tenure.ENDED)
 
@@ -411,7 +409,7 @@ class NodeCore:
     def _claimed(self, effect: SessionClaimed) -> tuple[Effect, ...]:
         claim = effect.claim
         out: tuple[Effect, ...] = ()
-        primary = self._primaries.get(claim.session)
+        primary = self._owned.get(claim.session)
         if primary is not None and primary.claim.nonce != claim.nonce:
             own = claim.writer == self._self.writer
             out = (
@@ -433,11 +431,14 @@ class NodeCore:
         primary = PrimaryCore.from_claim(
             partition, state, own=claim, header_bytes=self._self.header_bytes, limits=self._limits
         )
-        self._primaries[session] = primary
+        self._owned.add(primary)
         reason = self._ending.pop(session, None)
         asked = self._waiting.pop(session, None)
         ended = self._end(primary, reason) if reason is not None else ()
-        return ended + (self._open_turn(asked) if asked else ())
+        opened = self._open_turn(asked) if asked else ()
+        if (surplus := self._owned.surplus(self.state)) is not None:
+            self._forget(surplus, Tenure.DROPPED)
+        return ended + opened
 
     def _claim_refused(self, claim: Claim) -> tuple[Effect, ...]:
         takeover = self._takeovers.get(claim.session)
@@ -467,7 +468,7 @@ class NodeCore:
         self._hold_or_not(session)
 
     def _lost_here(self, session: SessionId, tenure: Tenure, reason: TurnEndReason) -> tuple[Effect, ...]:
-        primary = self._primaries.get(session)
+        primary = self._owned.get(session)
         return self._lose(primary, tenure, reason) if primary else ()
 
     def _lose(self, primary: PrimaryCore, tenure: Tenure, reason: TurnEndReason) -> tuple[Effect, ...]:
@@ -479,19 +480,15 @@ class NodeCore:
         return (TurnFenced(turn, primary.session, primary.claim.epoch, newer),) if turn is not None else ()
 
     def _forget(self, primary: PrimaryCore, tenure: Tenure) -> Turn | None:
-        turn = primary.lose(tenure)
-        del self._primaries[primary.session]
+        turn = self._owned.remove(primary, tenure)
         self._hold_or_not(primary.session)
-        if turn is not None:
-            self._sessions.pop(turn, None)
         return turn
 
     def _end_turn(self, primary: PrimaryCore, reason: TurnEndReason) -> tuple[Effect, ...]:
         turn = primary.turn
         if turn is None:
             return ()
-        primary.close(turn)
-        self._sessions.pop(turn, None)
+        self._owned.close(turn)
         return (TurnEnded(turn, primary.session, reason),)
 
     def _end(self, primary: PrimaryCore, reason: EndReason) -> tuple[Effect, ...]:

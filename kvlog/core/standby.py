@@ -283,11 +283,14 @@ class StandbyCore:
     def _evict(self) -> tuple[ReadEffect, ...]:
         """INV-BOUND-SESSIONS: the least recently written idle state goes when there are too many."""
         effects: list[ReadEffect] = []
-        while len(self._sessions) > self._limits.sessions_a_partition:
-            victim = next((s for s in self._sessions if s not in self._held), None)
-            if victim is None:
+        for _ in range(len(self._sessions)):
+            if len(self._sessions) <= self._limits.sessions_a_partition:
                 break
-            effects.extend(self._drop(victim, DropReason.LIMIT, self._frontier))
+            oldest = next(iter(self._sessions))
+            if oldest in self._held:  # in use: at the end of the order it is not met again at the next record
+                self._sessions.move_to_end(oldest)
+            else:
+                effects.extend(self._drop(oldest, DropReason.LIMIT, self._frontier))
         return tuple(effects)
 
     def _drop(self, session: SessionId, reason: DropReason, since: Offset) -> tuple[ReadEffect, ...]:

@@ -62,6 +62,7 @@ class Call:
         stream: answer in events.
         return_token_ids: token ids in each chunk.
         kv_digests: lengths whose rows are to be digested at the end; None: not asked.
+        take_over: the answer was begun elsewhere, so take its session even from a node that is busy with it.
     """
 
     request: GenerationRequest
@@ -70,6 +71,7 @@ class Call:
     stream: bool
     return_token_ids: bool
     kv_digests: tuple[int, ...] | None
+    take_over: bool
 
 
 def parse_call(data: bytes, model: StepModel, *, chat: bool, session_header: str | None) -> Call:
@@ -110,6 +112,7 @@ def parse_call(data: bytes, model: StepModel, *, chat: bool, session_header: str
         stream=fields.flag("stream"),
         return_token_ids=fields.flag("return_token_ids"),
         kv_digests=_kv_digests(fields),
+        take_over=bool(resume) or fields.flag("take_over"),
     )
 
 

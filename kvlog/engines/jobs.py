@@ -22,11 +22,19 @@ __all__ = ["AnswerDetails", "AnswerEvent", "Failed", "Finished", "Job", "JobSess
 
 @dataclass(frozen=True, slots=True)
 class JobSession:
-    """Whose turn it is. `named`: by the client; a session that only its request names is forgotten at the end."""
+    """Whose turn it is, and how it is asked for.
+
+    Args:
+        session: its name.
+        named: by the client; a session that only its request names is forgotten at the end.
+        mode: None: the daemon's setting.
+        take_over: the answer was begun elsewhere; see `Replicator.open_turn`.
+    """
 
     session: SessionId
     named: bool
     mode: SyncMode | None
+    take_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

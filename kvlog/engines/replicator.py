@@ -157,6 +157,7 @@ class Replicator:
         context: Digest = DIGEST_NONE,
         mode: SyncMode | None = None,
         wait_seconds: float = 1.0,
+        take_over: bool = False,
     ) -> TurnHandle:
         """Ask for a turn and wait for the answer, so long and `answer_seconds` more; never raises.
 
@@ -167,10 +168,11 @@ class Replicator:
             context: LoRA, media, salt.
             mode: None: the daemon's setting.
             wait_seconds: how long the daemon may try to become primary.
+            take_over: the answer was begun elsewhere; take the session even from a node that is busy with it.
 
         Returns: a handle, logged or not; see its `reason`.
         """
-        request = TurnRequest(session, context, mode, int(1000 * wait_seconds))
+        request = TurnRequest(session, context, mode, int(1000 * wait_seconds), take_over)
         turn = TurnState(request, tokens)
         self._live.add(turn)
         link = self._link

@@ -130,7 +130,9 @@ class EngineServer:
             with contextlib.suppress(RuntimeError):  # the event loop has ended before the step loop
                 running.call_soon_threadsafe(events.put_nowait, told)
 
-        session = JobSession(call.session or SessionId(request_id), call.session is not None, call.mode)
+        session = JobSession(
+            call.session or SessionId(request_id), call.session is not None, call.mode, call.take_over
+        )
         return _Answering(Job(generation, session, sink, call.kv_digests), events, shape)
 
     async def _stream(self, answering: _Answering) -> AsyncIterator[bytes]:

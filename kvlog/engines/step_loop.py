@@ -136,7 +136,11 @@ class StepLoop:
         cache = self._model.new_cache()
         began = time.monotonic()
         handle = self._replicator.open_turn(
-            session.session, generation.tokens, mode=session.mode, wait_seconds=self._options.wait_seconds
+            session.session,
+            generation.tokens,
+            mode=session.mode,
+            wait_seconds=self._options.wait_seconds,
+            take_over=session.take_over,
         )
         opened = time.monotonic()
         try:

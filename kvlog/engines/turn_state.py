@@ -52,12 +52,13 @@ RETRY_SECONDS_MAX = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What a request wants of its turn; the same however often it is asked."""
+    """What a request wants of its turn; the same however often it is asked. `take_over`: see OpenTurn."""
 
     session: SessionId
     context: Digest
     mode: SyncMode | None
     wait_ms: int
+    take_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +124,16 @@ class TurnState:
 
     def message(self, number: RequestNumber) -> OpenTurn:
         """The OpenTurn for the tokens so far."""
-        tokens = pack_tokens(self.tokens)
-        request = self.request
+        asked = self.request
         return OpenTurn(
-            number, request.session, tokens, request.context, self.epoch, request.mode, request.wait_ms
+            request=number,
+            session=asked.session,
+            tokens=pack_tokens(self.tokens),
+            context=asked.context,
+            continues=self.epoch,
+            mode=asked.mode,
+            wait_ms=asked.wait_ms,
+            take_over=asked.take_over or self.epoch > 0,
         )
 
     def begin(self, now: float, give_up_at: float) -> int | None:

@@ -91,6 +91,12 @@ def _bytes(*, length: int | None = None, unit: int = 1) -> _Field:
     return _Field(unpack)
 
 
+def _flag(value: object) -> bool:
+    if type(value) is not bool:
+        raise DecodeError(problem="expected true or false")
+    return value
+
+
 def _enum(kind: type[StrEnum]) -> _Field:
     def unpack(value: object) -> StrEnum:
         try:
@@ -183,6 +189,7 @@ _TABLE: dict[int, tuple[type[FromEngine | FromDaemon], tuple[_Field, ...]]] = {
             _uint(_U64),
             _Field(_mode, _pack_mode),
             _uint(_U32),
+            _Field(_flag),
         ),
     ),
     3: (CloseTurn, (_uint(_U64), _uint(_U32))),

@@ -182,6 +182,8 @@ class OpenTurn:
             request that was fenced while it had no link must not claim the session back.
         mode: None: the daemon's setting.
         wait_ms: how long the daemon may try to become primary before it answers CLAIM_TIMEOUT.
+        take_over: the answer was begun elsewhere, or by this request before: its owner is believed gone, or willing. A
+            request that is merely new must not take a session from a node that is in the middle of a turn.
     """
 
     request: RequestNumber
@@ -191,6 +193,7 @@ class OpenTurn:
     continues: Epoch
     mode: SyncMode | None
     wait_ms: int
+    take_over: bool
 
 
 @dataclass(frozen=True, slots=True)

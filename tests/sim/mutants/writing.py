@@ -57,12 +57,14 @@ def _won_before(self: NodeCore, claim: Claim, header: bytes) -> Any:
     if state:
         session._fold_claim(ahead, claim, header)
     del self._takeovers[claim.session]
-    self._primaries[claim.session] = PrimaryCore.from_claim(
-        self._self.partition_of(claim.session),
-        ahead,
-        own=claim,
-        header_bytes=self._self.header_bytes,
-        limits=self._limits,
+    self._owned.add(
+        PrimaryCore.from_claim(
+            self._self.partition_of(claim.session),
+            ahead,
+            own=claim,
+            header_bytes=self._self.header_bytes,
+            limits=self._limits,
+        )
     )
     asked = self._waiting.pop(claim.session, None)
     return self._open_turn(asked) if asked else ()
@@ -125,9 +127,8 @@ def _rows_without_truncate(self: PrimaryCore, rows: EncodedRows) -> Any:
 
 def _in_sequence(self: NodeCore, rows: EncodedRows) -> Any:
     """Takes rows in the order of their turn, whatever the projection says."""
-    name = self._sessions.get(rows.turn)
-    core = self._primaries.get(name) if name is not None else None
-    if core is None or core.claim.epoch != rows.epoch or core.turn != rows.turn:
+    core = self._owned.of_turn(rows.turn)
+    if core is None or core.claim.epoch != rows.epoch:
         return ()
     return core.rows(rows)
 
@@ -156,8 +157,8 @@ def _begin_when_broken(self: PrimaryCore, turn: Any, tokens: Any, context: Any) 
 
 
 def _rows_of_any_epoch(self: NodeCore, rows: EncodedRows) -> Any:
-    name = self._sessions.get(rows.turn)
-    core = self._primaries.get(name) if name is not None else None
+    name = self._owned.session_of(rows.turn)
+    core = self._owned.get(name) if name is not None else None
     epoch = core.claim.epoch if core is not None else rows.epoch
     return _node_rows(self, replace(rows, epoch=epoch))
 
@@ -208,7 +209,7 @@ NO_TRUNCATE_AT_ALL = together(
 def _hold_what_is_owned(self: NodeCore, name: SessionId) -> None:
     core = self._partitions.get(self._self.partition_of(name))
     if core is not None:
-        (core.hold if name in self._primaries else core.unhold)(name)
+        (core.hold if name in self._owned else core.unhold)(name)
 
 
 def _won_and_held(self: NodeCore, claim: Claim) -> Any:

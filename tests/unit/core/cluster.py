@@ -33,6 +33,7 @@ from kvlog.core.inputs import (
 )
 from kvlog.core.myself import Myself
 from kvlog.core.node import NodeCore
+from kvlog.core.primary import Tenure
 from kvlog.core.takeover import Claimant
 from kvlog.ids import Epoch, NodeId, Nonce, Offset, Partition, Position, SessionId, Shard, Turn
 from kvlog.limits import TINY
@@ -206,6 +207,12 @@ class Machine:
             followed = [e.partition for e in effects if isinstance(e, FollowPartition)]
             effects = self.read(partition=followed[0] if followed else partition_of(SessionId(session)))
         return effects
+
+    def disown(self, session: str = "s") -> None:
+        """Lose the epoch as after an append of unknown outcome."""
+        primary = self.core.primary(SessionId(session))
+        assert primary is not None
+        self.core._forget(primary, Tenure.LOST)
 
     def write(self, *tokens: int, session: str = "s") -> list[Effect]:
         """Rows of each shard, landed and read back."""

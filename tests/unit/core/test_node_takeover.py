@@ -217,7 +217,7 @@ def test_request_that_goes_on_reads_up_to_the_watermark_before_it_claims(a: Mach
     fenced_turn(a, b)
     a.lose()
     a.core.primary(S).lose("lost")  # type: ignore[union-attr, arg-type]
-    del a.core._primaries[S]
+    a.disown()
     assert [ASKS] == a.open(1, 2, continues=1)
     assert [] == a.answer()
     assert [] == told(a.read(until=4))
@@ -298,7 +298,7 @@ def test_takeover_joined_by_a_fenced_request_ends_it_when_it_wins(a: Machine, b:
 def test_claim_that_waits_to_catch_up_is_given_up_when_its_request_goes(a: Machine, b: Machine) -> None:
     """Nobody needs it, and it might claim back."""
     fenced_turn(a, b)
-    del a.core._primaries[S]
+    a.disown()
     a.open(1, 2, continues=1)
     a.answer()
     a.step(WithdrawRequest(S, 2))
@@ -309,7 +309,7 @@ def test_claim_that_waits_to_catch_up_is_given_up_when_its_request_goes(a: Machi
 def test_claim_that_waits_to_catch_up_may_be_given_up_by_time(a: Machine, b: Machine) -> None:
     """Its deadline passes, then its own time; reading on finds nothing left of it."""
     fenced_turn(a, b)
-    del a.core._primaries[S]
+    a.disown()
     a.open(1, 2, continues=1, deadline_ns=5)
     a.answer()
     for now in (0, 5, TINY.claim_ns):
@@ -326,7 +326,7 @@ def test_watermark_of_a_takeover_that_was_given_up_does_not_serve_the_next_reque
     a.own(1, 2)
     a.write(1, 2)
     a.lose()
-    del a.core._primaries[S]
+    a.disown()
     a.cluster.book.claim("C", session="other")
     a.open(1, 2, continues=1, deadline_ns=5)
     a.answer()
@@ -347,7 +347,7 @@ def test_watermark_of_a_takeover_that_was_given_up_does_not_serve_the_next_reque
 def test_end_of_a_session_waits_for_no_request(a: Machine, b: Machine) -> None:
     """A fenced request is answered when the log was read; the claim to end the session goes on all the same."""
     fenced_turn(a, b)
-    del a.core._primaries[S]
+    a.disown()
     a.open(1, 2, continues=1)
     a.answer()
     assert [] == a.end()

@@ -200,7 +200,7 @@ def test_held_sessions_are_not_pushed_out() -> None:
     core.hold(SessionId("a"))
     book.claim(session="d")
     read_to(core, book)
-    assert ["a", "c", "d"] == [state.session for state in core.sessions()]
+    assert ["c", "d", "a"] == [state.session for state in core.sessions()]
 
 
 def test_more_held_sessions_than_the_bound_all_stay() -> None:

@@ -134,6 +134,15 @@ def test_turn_asked_again_says_what_it_was_logged_under():
     assert Epoch(0) == fresh().message(RequestNumber(2)).continues
 
 
+@pytest.mark.parametrize("take_over", [False, True])
+def test_turn_takes_over_when_its_request_says_so_or_once_it_was_logged(take_over):
+    """A new request waits for a busy owner; one that was begun before, here or elsewhere, does not."""
+    turn = TurnState(TurnRequest(SessionId("s"), DIGEST_NONE, None, 100, take_over), [1, 2, 3])
+    assert take_over is turn.message(RequestNumber(1)).take_over
+    turn.answered(asking(turn), LINK, OPENED, 0.0)
+    assert turn.message(RequestNumber(2)).take_over
+
+
 def test_turn_asked_again_sends_the_tokens_of_now():
     """What was generated without a daemon is part of the question."""
     turn = logged()
