@@ -59,8 +59,7 @@ _CLAIM_SECONDS = "5"
 """A request waits so long for its claim: longer than a node's default, for machines that do something else as well."""
 
 _PACE = "60"
-"""The most tokens a second of an answer: what is faster cannot be read, nor cut where it should be. Small models
-only."""
+"""The most tokens a second of an answer: what is faster cannot be read. Only a tiny model would be."""
 
 _GREETING = "Hello!"
 """Enough to see that a node works. Node B answers as long a prompt as the real one, for its prefill is timed."""

@@ -103,7 +103,8 @@ async def warm_up(node: Node, prompt: Prompt) -> None:
         if end.kvlog["logged"]:
             return
         if time.monotonic() > deadline:
-            raise DemoError(f"Node {node.name.upper()} logs nothing: {end.kvlog['reason']}.")
+            words = f"{node.daemon.name}: {node.daemon.last_words()}"
+            raise DemoError(f"Node {node.name.upper()} logs nothing: {end.kvlog['reason']}. {words}")
 
 
 async def kill_and_go_on(scene: Scene, a: Node) -> tuple[Scene, Killed]:
