@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 
 from kvlog.engines.engine_link import EngineLink
 from kvlog.engines.stepwrite import RowSource, StepBudget
-from kvlog.engines.turn_state import Logged, TurnRequest, TurnState, Unlogged
+from kvlog.engines.turn_state import Logged, TurnState, Unlogged
 from kvlog.engines.turns import LoadCounts, TurnHandle
 from kvlog.errors import ConfigError, LinkClosed, LocalProtocolError
 from kvlog.ids import Position
 from kvlog.link.client import ClientOptions, LinkClient, connect
 from kvlog.link.messages import (
-    DIGEST_NONE,
     PROTOCOL,
     CloseTurn,
     Forget,
@@ -40,10 +39,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvlog.engines.base import RowCache
-    from kvlog.ids import Digest, SessionId, Shard
+    from kvlog.engines.turn_state import TurnRequest
+    from kvlog.ids import SessionId, Shard
     from kvlog.layout import Identity
     from kvlog.link.client import Answer, LinkEvent
-    from kvlog.modes import SyncMode
 
 __all__ = ["ReplicationCounts", "Replicator", "ReplicatorOptions"]
 
@@ -149,36 +148,22 @@ class Replicator:
         if self._thread.is_alive():
             self._thread.join(self._options.client.connect_seconds + _JOIN_SECONDS)
 
-    def open_turn(
-        self,
-        session: SessionId,
-        tokens: Sequence[int],
-        *,
-        context: Digest = DIGEST_NONE,
-        mode: SyncMode | None = None,
-        wait_seconds: float = 1.0,
-        take_over: bool = False,
-    ) -> TurnHandle:
-        """Ask for a turn and wait for the answer, so long and `answer_seconds` more; never raises.
+    def open_turn(self, request: TurnRequest, tokens: Sequence[int]) -> TurnHandle:
+        """Ask for a turn and wait for the answer, `wait_seconds` and `answer_seconds`; never raises.
 
         Args:
-            session: whose turn.
+            request: whose turn, and how.
             tokens: all ids known so far; a list that the engine appends to is welcome, it is read again when the turn
                 has to be opened anew.
-            context: LoRA, media, salt.
-            mode: None: the daemon's setting.
-            wait_seconds: how long the daemon may try to become primary.
-            take_over: the answer was begun elsewhere; take the session even from a node that is busy with it.
 
         Returns: a handle, logged or not; see its `reason`.
         """
-        request = TurnRequest(session, context, mode, int(1000 * wait_seconds), take_over)
         turn = TurnState(request, tokens)
         self._live.add(turn)
         link = self._link
         if link is not None:
             self._ask(link, turn)
-            turn.wait_answer(wait_seconds + self._options.answer_seconds)
+            turn.wait_answer(request.wait_seconds + self._options.answer_seconds)
             turn.unanswered(time.monotonic())
         return TurnHandle(turn, self.row_bytes, self.loads)
 
@@ -316,7 +301,7 @@ class Replicator:
     def _ask(self, link: EngineLink, turn: TurnState) -> None:
         """Ask for a turn if it is time to."""
         now = time.monotonic()
-        patience = turn.request.wait_ms / 1000 + self._options.answer_seconds
+        patience = turn.request.wait_seconds + self._options.answer_seconds
         attempt = turn.begin(now, now + patience)
         if attempt is None:
             return

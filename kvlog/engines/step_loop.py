@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kvlog.engines.generation import NewToken
 from kvlog.engines.jobs import Failed, Finished, Job, RunningJob
 from kvlog.engines.kv_digests import digests_at
+from kvlog.engines.turn_state import TurnRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,13 +136,13 @@ class StepLoop:
         generation, session = job.generation, job.session
         cache = self._model.new_cache()
         began = time.monotonic()
-        handle = self._replicator.open_turn(
-            session.session,
-            generation.tokens,
+        request = TurnRequest(
+            session=session.session,
             mode=session.mode,
             wait_seconds=self._options.wait_seconds,
             take_over=session.take_over,
         )
+        handle = self._replicator.open_turn(request, generation.tokens)
         opened = time.monotonic()
         try:
             attached = handle.load_into(cache)

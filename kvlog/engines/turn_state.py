@@ -22,6 +22,7 @@ from kvlog.buffers.ring import session_hash
 from kvlog.engines.stepwrite import LogCursor
 from kvlog.ids import Epoch, Position
 from kvlog.link.messages import (
+    DIGEST_NONE,
     Acked,
     EndedReason,
     OpenTurn,
@@ -50,14 +51,22 @@ RETRY_SECONDS_MAX = 10.0
 """A daemon that says no for a passing reason is asked again after 0.1, 0.2, 0.4 … 10 s."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """What a request wants of its turn; the same however often it is asked. `take_over`: see OpenTurn."""
+    """What a request wants of its turn; the same however often it is asked.
+
+    Args:
+        session: whose turn.
+        context: LoRA, media, salt.
+        mode: None: the daemon's setting.
+        wait_seconds: how long the daemon may try to become primary.
+        take_over: the answer was begun elsewhere; take the session even from a node that is busy with it.
+    """
 
     session: SessionId
-    context: Digest
-    mode: SyncMode | None
-    wait_ms: int
+    context: Digest = DIGEST_NONE
+    mode: SyncMode | None = None
+    wait_seconds: float = 1.0
     take_over: bool = False
 
 
@@ -132,7 +141,7 @@ class TurnState:
             context=asked.context,
             continues=self.epoch,
             mode=asked.mode,
-            wait_ms=asked.wait_ms,
+            wait_ms=int(1000 * asked.wait_seconds),
             take_over=asked.take_over or self.epoch > 0,
         )
 

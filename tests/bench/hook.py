@@ -18,6 +18,7 @@ import numpy as np
 
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
+from kvlog.engines.turn_state import TurnRequest
 from kvlog.ids import Shard, parse_session_id
 from tests.bench import hook_ring
 from tests.bench.paced_engine import RepeatedRows
@@ -167,7 +168,8 @@ class _Batch:
             self._replicator.close_turn(handle, cache, tokens)
 
     def _opened(self, session: str, tokens: list[int]) -> TurnHandle:
-        handle = self._replicator.open_turn(parse_session_id(session), tokens, wait_seconds=_OPEN_SECONDS)
+        request = TurnRequest(session=parse_session_id(session), wait_seconds=_OPEN_SECONDS)
+        handle = self._replicator.open_turn(request, tokens)
         assert handle.logged, handle.reason
         return handle
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
+from kvlog.engines.turn_state import TurnRequest
 from kvlog.ids import Shard, parse_session_id
 
 if TYPE_CHECKING:
@@ -149,9 +150,8 @@ class _Engine:
     def _opened(self, source: np.ndarray) -> _Session:
         session = _Session(self._pace.name, self._made, source)
         self._made += 1
-        session.handle = self._replicator.open_turn(
-            parse_session_id(session.name), session.tokens, wait_seconds=_OPEN_SECONDS
-        )
+        request = TurnRequest(session=parse_session_id(session.name), wait_seconds=_OPEN_SECONDS)
+        session.handle = self._replicator.open_turn(request, session.tokens)
         self.unlogged += not session.handle.logged
         return session
 

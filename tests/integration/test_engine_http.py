@@ -177,6 +177,8 @@ def test_http_answer_begun_elsewhere_goes_on_without_a_seam(engine, sampling, cu
     assert text(whole) == text(whole[:cut]) + text(rest)
     assert whole[-1]["usage"] == rest[-1]["usage"]
     assert len(PROMPT) + cut - 1 == rest[-1]["kvlog"]["attached"]
+    ours = [asked.take_over for asked in engine.daemon.opened if asked.session == body["session"]]
+    assert [False, True] == ours[-2:]
 
 
 def test_http_answer_resumed_at_its_end_is_over(engine):

@@ -15,6 +15,7 @@ import pytest
 
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
+from kvlog.engines.turn_state import TurnRequest
 from kvlog.ids import SessionId, Shard
 from kvlog.link.client import ClientOptions
 from kvlog.link.messages import EndedReason, Rejected, RejectReason, UnloggedReason, unpack_tokens
@@ -63,7 +64,7 @@ class Engine:
         self.replicator = replicator
         self.tokens = MODEL.encode("a prompt of twenty-odd bytes") if tokens is None else tokens
         self.cache = MODEL.new_cache()
-        self.handle: TurnHandle = replicator.open_turn(session, self.tokens)
+        self.handle: TurnHandle = replicator.open_turn(TurnRequest(session=session), self.tokens)
         self.loaded = self.handle.load_into(self.cache)
 
     def compute(self) -> None:
@@ -338,7 +339,7 @@ def test_replicator_turn_given_up_by_the_daemon_is_opened_anew_if_that_helps(tmp
 def test_replicator_answer_that_comes_too_late_is_undone(tmp_path):
     """A request does not wait for a slow daemon, and leaves no turn open there."""
     with linked(tmp_path / "s", Knobs(answer_after=0.4), answer_seconds=0.1) as (running, replicator):
-        handle = replicator.open_turn(S, [1, 2, 3], wait_seconds=0.05)
+        handle = replicator.open_turn(TurnRequest(session=S, wait_seconds=0.05), [1, 2, 3])
         assert UnloggedReason.NO_ANSWER is handle.reason
         cache = MODEL.new_cache()
         replicator.close_turn(handle, cache, [1, 2, 3])
@@ -387,7 +388,7 @@ def test_replicator_ring_that_is_spoilt_closes_the_link_and_gets_a_new_one(tmp_p
 def test_replicator_tokens_beyond_a_session_stay_unlogged(tmp_path):
     """A sequence longer than a session may be is served without the log."""
     with linked(tmp_path / "s") as (_, replicator):
-        handle = replicator.open_turn(S, [0] * (3 << 20))
+        handle = replicator.open_turn(TurnRequest(session=S), [0] * (3 << 20))
         assert UnloggedReason.NOT_SUPPORTED is handle.reason
         assert replicator.connected
 

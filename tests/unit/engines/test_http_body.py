@@ -171,3 +171,12 @@ def test_body_kv_digests_are_a_short_list_of_lengths():
     assert (5, 70) == parse(prompt="hi", kv_digests=[5, 70]).kv_digests
     for wrong in (7, [0], [-1], [True], ["5"], list(range(1, 10))):
         assert refusal(prompt="hi", kv_digests=wrong).startswith("kv_digests: ")
+
+
+def test_body_takes_over_when_it_resumes_or_says_so():
+    """Only who continues an answer may take its session from a node that is busy with it."""
+    assert not parse(prompt="hi").take_over
+    assert not parse(prompt="hi", resume_token_ids=[], take_over=False).take_over
+    assert parse(prompt="hi", resume_token_ids=[5]).take_over
+    assert parse(prompt="hi", take_over=True).take_over
+    assert "take_over: it is neither true nor false." == refusal(prompt="hi", take_over=1)

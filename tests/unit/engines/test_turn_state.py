@@ -19,7 +19,6 @@ from kvlog.engines.turn_state import (
 from kvlog.errors import LinkClosed
 from kvlog.ids import Epoch, Position, SessionId, Turn
 from kvlog.link.messages import (
-    DIGEST_NONE,
     Acked,
     EndedReason,
     RequestNumber,
@@ -39,7 +38,7 @@ OPENED = TurnOpened(RequestNumber(1), Turn(8), Epoch(40), Position(5), Position(
 
 def fresh() -> TurnState:
     """A turn that nobody has asked for."""
-    return TurnState(TurnRequest(SessionId("s"), DIGEST_NONE, None, 100), [1, 2, 3])
+    return TurnState(TurnRequest(session=SessionId("s")), [1, 2, 3])
 
 
 def asking(turn: TurnState, now: float = 0.0) -> int:
@@ -137,7 +136,7 @@ def test_turn_asked_again_says_what_it_was_logged_under():
 @pytest.mark.parametrize("take_over", [False, True])
 def test_turn_takes_over_when_its_request_says_so_or_once_it_was_logged(take_over):
     """A new request waits for a busy owner; one that was begun before, here or elsewhere, does not."""
-    turn = TurnState(TurnRequest(SessionId("s"), DIGEST_NONE, None, 100, take_over), [1, 2, 3])
+    turn = TurnState(TurnRequest(session=SessionId("s"), take_over=take_over), [1, 2, 3])
     assert take_over is turn.message(RequestNumber(1)).take_over
     turn.answered(asking(turn), LINK, OPENED, 0.0)
     assert turn.message(RequestNumber(2)).take_over
