@@ -17,16 +17,17 @@ from daemon.intake import RowIntake
 from daemon.telemetry import Event
 from daemon.turns import OpenTurnEntry
 from kvlog.buffers.blocks import Key
-from kvlog.buffers.ring import session_hash
+from kvlog.buffers.ring import create_ring, session_hash
 from kvlog.core import effects as fx
 from kvlog.core import inputs
 from kvlog.core.takeover import Claimant
-from kvlog.errors import KvlogError, RowTooLarge
+from kvlog.errors import ConfigError, KvlogError, LocalProtocolError, RowTooLarge
 from kvlog.ids import Position, SessionId, Turn
 from kvlog.link import messages as link
 from kvlog.link.server import Accepted
 from kvlog.records import EndReason
 from kvlog.wire.cut import check_row
+from kvlog.wire.message import check_identity
 
 if TYPE_CHECKING:
     from daemon.codec import CodecChooser
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ControlOptions", "EngineControl"]
 
-_CLOSED_DRAIN_SECONDS = 5.0
+_CLOSED_DRAIN_SECONDS = 60.0
 """How long a dead engine's ring may take to be emptied before its turns are closed regardless."""
 
 
@@ -121,9 +122,15 @@ class EngineControl:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                await asyncio.Event().wait()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self._tasks = None
         finally:
             os.close(self._pool_fd)
+
+    def _running(self) -> asyncio.TaskGroup | None:
+        return self._tasks
 
     def stop(self) -> None:
         """Take no more engines."""
@@ -151,12 +158,20 @@ class EngineControl:
                 Event.ENGINE_REJECTED, engine=message.engine, reason=refusal.reason.value, hint=refusal.hint
             )
             return refusal
-        intake = RowIntake(self._parts, self._codec, self._pacer, ring_bytes=self._options.ring_bytes)
-        task = self._tasks.create_task(intake.run(peer, lambda error: self._corrupt(peer, error)))
+        try:  # in a thread: the kernel takes its time to find so many pages
+            ring = await asyncio.to_thread(create_ring, self._options.ring_bytes)
+        except ConfigError as error:
+            return link.Rejected(link.RejectReason.OVERLOADED, str(error))
+        tasks = self._running()
+        if tasks is None:
+            ring.close()
+            return link.Rejected(link.RejectReason.STOPPING, "The daemon stops; connect again later.")
+        intake = RowIntake(self._parts, self._codec, self._pacer, ring)
+        task = tasks.create_task(intake.run(peer, lambda error: self._corrupt(peer, error)))
         self._engines[peer] = _Engine(intake, task)
         self._parts.telemetry.metrics.engines.set(len(self._engines))
         self._parts.telemetry.say(Event.ENGINE_CONNECTED, engine=message.engine, pid=peer.credentials.pid)
-        ring, doorbell = intake.fds
+        ring_fd, doorbell_fd = intake.fds
         geometry = self._pool.geometry
         welcome = link.Welcome(
             protocol=link.PROTOCOL,
@@ -168,7 +183,7 @@ class EngineControl:
             blocks=geometry.blocks,
             device=geometry.device,
         )
-        return Accepted(welcome, (ring, self._pool_fd, doorbell))
+        return Accepted(welcome, (ring_fd, self._pool_fd, doorbell_fd))
 
     async def open_turn(self, peer: Peer, message: link.OpenTurn) -> link.TurnOpened | link.TurnUnlogged:
         """Answer within the request's time, whatever the log does."""
@@ -278,6 +293,10 @@ class EngineControl:
                 link.RejectReason.ROW_TOO_LARGE,
                 f"A row has {row_bytes} bytes and pool.block_bytes is {block_bytes}: raise it above the row.",
             )
+        try:
+            check_identity(message.identity, self._parts.limits)
+        except LocalProtocolError as error:
+            return link.Rejected(link.RejectReason.IDENTITY, f"No claim can carry it: {error}")
         return None
 
     def _corrupt(self, peer: Peer, error: KvlogError) -> None:
@@ -340,6 +359,7 @@ class EngineControl:
     def _pin(self, peer: Peer, effect: fx.TurnOpened) -> PinnedBlocks | None:
         """Hold the blocks that the engine may copy: what the fold allows, as far as bytes are here."""
         key = Key(effect.session, peer.hello.shard)
+        self._pool.blocks.touch(effect.session, time.monotonic_ns())
         length = min(effect.usable, self._pool.present_prefix(key), link.attach_rows_max(self._parts.limits))
         if length == 0:
             return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from daemon.turns import Batch
 from kvlog.buffers.doorbell import create_doorbell
-from kvlog.buffers.ring import RingReader, create_ring
+from kvlog.buffers.ring import RingReader
 from kvlog.checksums import checksum
 from kvlog.core.inputs import CloseTurn, EncodedRows
 from kvlog.errors import DecodeError, KvlogError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from daemon.primary import Publisher
     from daemon.telemetry import Telemetry
     from daemon.turns import OpenTurnEntry, TurnRegistry
+    from kvlog.buffers.memory import SealedMemory
     from kvlog.buffers.ring import RingEntry, RingPart
     from kvlog.ids import Writer
     from kvlog.limits import Limits
@@ -66,12 +67,12 @@ class IntakeParts:
 class RowIntake:
     """Reads one engine's ring until cancelled."""
 
-    def __init__(self, parts: IntakeParts, codec: CodecChooser, pacer: Pacer, *, ring_bytes: int) -> None:
-        """Make the ring; ConfigError if the memory is not there."""
+    def __init__(self, parts: IntakeParts, codec: CodecChooser, pacer: Pacer, ring: SealedMemory) -> None:
+        """Take over the ring's memory, fresh from `create_ring`."""
         self._parts = parts
         self._codec = codec
         self._pacer = pacer
-        self._memory = create_ring(ring_bytes)
+        self._memory = ring
         self._reader = RingReader(self._memory)
         self._doorbell = create_doorbell()
         self._rung = asyncio.Event()
@@ -124,7 +125,7 @@ class RowIntake:
                 await self._wait(peer)
                 self._doorbell.clear()
                 self._rung.clear()
-                await self._take_some()
+                await self._take_some(peer)
                 await self._flush_due(peer, time.monotonic())
                 self._finish_closing(peer)
                 if self._reader.counts.bytes >= self._drain_to:
@@ -155,21 +156,21 @@ class RowIntake:
         except TimeoutError:
             pass
 
-    async def _take_some(self) -> None:
+    async def _take_some(self, peer: Peer) -> None:
         """Until the ring is empty, or for a while."""
         until = time.monotonic() + _TAKE_SECONDS
         while (entry := self._reader.peek()) is not None:
             await self._parts.publisher.room()
-            await self._take(entry)
+            await self._take(entry, peer)
             self._reader.release()
             await asyncio.sleep(0)
             if time.monotonic() > until:
                 return
 
-    async def _take(self, entry: RingEntry) -> None:
+    async def _take(self, entry: RingEntry, peer: Peer) -> None:
         metrics = self._parts.telemetry.metrics
         for part in entry.parts():
-            turn = self._parts.turns.of_row(part.row)
+            turn = self._parts.turns.of_row(part.row, peer)
             if turn is None:
                 metrics.rows_dropped.inc(part.row.n)
                 continue
@@ -187,7 +188,10 @@ class RowIntake:
     async def _batch(self, turn: OpenTurnEntry, part: RingPart, row_bytes: int) -> None:
         """Hold rows back until there are enough of them, or until they are due."""
         batch = turn.batches.get(part.row.shard)
-        if batch is not None and batch.start + len(batch.tokens) != part.row.start:
+        is_other = batch is not None and (
+            batch.start + len(batch.tokens) != part.row.start or bool(batch.rows) != bool(part.rows)
+        )
+        if is_other:  # rows and token ids alone never share a delta: whose rows they are would be a guess
             await self._flush(turn, part.row.shard)
             batch = None
         if batch is None:
@@ -229,6 +233,7 @@ class RowIntake:
         rows: memoryview,
     ) -> None:
         row_bytes = turn.layout.row_bytes
+        assert len(rows) in {0, len(tokens) * row_bytes}, "rows are those of the tokens, or none"
         if turn.mode.kind is SyncKind.IDS or len(rows) == 0:
             codec = Codec.IDS
         else:

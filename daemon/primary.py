@@ -48,7 +48,11 @@ class _Pending:
 
 
 class Publisher:
-    """Appends records, bounded in bytes; who produces rows waits for `room` first."""
+    """Appends records, bounded in bytes; who produces rows waits for `room` first.
+
+    The bound is half of the writer's own, so that an append never waits inside the writer: while it did, a record
+    before it could be lost, and it would go out behind the loss.
+    """
 
     def __init__(
         self, shell: NodeShell, telemetry: Telemetry, *, queue_bytes: int, format_version: int
@@ -65,6 +69,7 @@ class Publisher:
         self._empty.set()
         self._queues: dict[Partition, asyncio.Queue[_Pending]] = {}
         self._lost: set[tuple[SessionId, Epoch]] = set()
+        self._newest: dict[tuple[SessionId, Epoch], asyncio.Future[Offset]] = {}
         self._writer: LogWriter | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._backlog = BacklogMeter()
@@ -138,12 +143,26 @@ class Publisher:
         del partition
         while True:
             pending = await queue.get()
-            if (pending.record.session, pending.record.epoch) in self._lost:
+            if self._is_lost(pending.record):
                 self._finish(pending)
                 continue
             future = await self._submit(pending)
-            if future is not None:
-                future.add_done_callback(lambda done, pending=pending: self._done(pending, done))  # type: ignore[misc]
+            if future is None:
+                continue
+            if future.done():
+                self._done(pending, future)
+                continue
+            self._newest[_tenure_of(pending.record)] = future
+            future.add_done_callback(lambda done, pending=pending: self._done(pending, done))  # type: ignore[misc]
+
+    def _is_lost(self, record: Record) -> bool:
+        """INV-SILENT: nothing goes out behind a lost record of its epoch, also when its callback has not run yet."""
+        tenure = _tenure_of(record)
+        newest = self._newest.get(tenure)
+        failed = (
+            newest is not None and newest.done() and (newest.cancelled() or newest.exception() is not None)
+        )
+        return tenure in self._lost or failed
 
     async def _submit(self, pending: _Pending) -> asyncio.Future[Offset] | None:
         """Hand it to the writer; while nothing can be sent, try again, so that order is kept."""
@@ -158,6 +177,8 @@ class Publisher:
                 return None
 
     def _done(self, pending: _Pending, future: asyncio.Future[Offset]) -> None:
+        if self._newest.get(_tenure_of(pending.record)) is future:
+            del self._newest[_tenure_of(pending.record)]
         error = None if future.cancelled() else future.exception()
         if future.cancelled() or error is not None:
             self._failed(pending, error)
@@ -183,7 +204,7 @@ class Publisher:
             if self._tasks is not None:
                 self._tasks.create_task(self._fail_claim(record))
         else:
-            self._lost.add((record.session, record.epoch))
+            self._lost.add(_tenure_of(record))
             self._finish(pending)
             self._shell.step(AppendFailed(record))
 
@@ -205,3 +226,7 @@ class Publisher:
             self._room.set()
         else:
             self._room.clear()
+
+
+def _tenure_of(record: Record) -> tuple[SessionId, Epoch]:
+    return record.session, record.epoch

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from daemon.progress import Progress, Sample
 from daemon.telemetry import Event
-from kvlog.buffers.eviction import plan_eviction
 from kvlog.core import effects as fx
 from kvlog.core import inputs
 from kvlog.core.lag import LagMeter, LagSample
@@ -128,12 +127,22 @@ class Service:
         self._writer = writer = await self._patiently(log.writer)
         self._log_open = True
         assert self._tasks is not None, "run first"
-        loops = (parts.tail.run(), parts.publisher.run(writer), parts.index.run(log), self._measure_lag(log))
+        loops = (
+            parts.tail.run(),
+            parts.tail.run_commits(),
+            parts.publisher.run(writer),
+            parts.index.run(log),
+            self._measure_lag(log),
+        )
         self._log_tasks = [self._tasks.create_task(c) for c in loops]
 
     async def _open(self, log: Log) -> None:
         parts = self._parts
-        differences = await self._patiently(log.open)
+        try:
+            differences = await self._patiently(log.open)
+        except ConfigError as error:
+            parts.telemetry.say(Event.LOG_REFUSED, problem=str(error))
+            raise
         parts.telemetry.metrics.log_up.set(1)
         parts.telemetry.say(Event.LOG_OPENED, log=log.where, partitions=log.partitions)
         for difference in differences:
@@ -167,6 +176,8 @@ class Service:
                     bounds = await parts.log.bounds(effect.partition)
             except (LogUnavailable, TimeoutError):
                 pass
+            except KvlogError as error:  # a right taken away, say: only who asks for it suffers
+                parts.telemetry.say(Event.LOG_REFUSED, session=effect.session, problem=str(error))
             else:
                 parts.shell.step(
                     inputs.WatermarkRead(effect.session, bounds.high_watermark, parts.new_nonce())
@@ -180,7 +191,7 @@ class Service:
         while True:
             for partition, core in list(self._parts.shell.core.partitions.items()):
                 sample = LagSample(time.time_ns() // 1_000_000, None, None, core.applied)
-                with contextlib.suppress(LogUnavailable):
+                with contextlib.suppress(KvlogError):  # unknown is absent, and who needs the log says why
                     bounds = await log.bounds(partition)
                     sample = replace(sample, log_start=bounds.log_start, high_watermark=bounds.high_watermark)
                 lag = meters.setdefault(partition, LagMeter()).observe(sample)
@@ -199,7 +210,7 @@ class Service:
         parts = self._parts
         pace = min(_HOUSEKEEPING_SECONDS, (parts.notifier.watchdog_seconds or 60.0) / 3)
         while True:
-            self._evict()
+            parts.evictor.evict()
             self._show()
             parts.publisher.alert_late()
             stuck = progress.stuck(time.monotonic(), self._samples())
@@ -217,13 +228,6 @@ class Service:
             "fetch": Sample(parts.tail.polls, up),
             "apply": Sample(parts.tail.applied, up and parts.tail.is_applying),
         }
-
-    def _evict(self) -> None:
-        parts = self._parts
-        blocks = parts.pool.blocks
-        plan = plan_eviction(blocks, parts.marks, now_ns=time.monotonic_ns(), held=parts.turns.sessions())
-        for session in plan:
-            parts.pool.drop(session)
 
     def _show(self) -> None:
         metrics, core = self._parts.telemetry.metrics, self._parts.shell.core

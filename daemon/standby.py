@@ -8,7 +8,6 @@ One task reads all partitions. It yields to the loop between records, so that a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,6 @@ from kvlog.errors import (
     LogReplaced,
     LogTruncated,
     LogUnavailable,
-    OutcomeUnknown,
     PoolFull,
     RowTooLarge,
 )
@@ -37,6 +35,7 @@ from kvlog.wire.message import decode
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from daemon.eviction import Evictor
     from daemon.node import NodeShell
     from daemon.telemetry import Telemetry
     from kvlog.buffers.pool import BlockPool
@@ -52,6 +51,7 @@ _HOLD_NS = 3_000_000
 """How long records are applied before the loop gets a turn."""
 _OUTAGE_PAUSE_SECONDS = 0.25
 _COMMIT_SECONDS = 5.0
+_COMMIT_SECONDS_MAX = 5.0
 _COMMIT_IDLE_SECONDS = 1800.0
 """Committed offsets of manual assignment expire at the broker, so an idle node commits again."""
 _ABSENT_SAID_MAX = 1024
@@ -60,8 +60,11 @@ _ABSENT_SAID_MAX = 1024
 class PoolApplier:
     """Carries out what the fold says of bytes."""
 
-    def __init__(self, shell: NodeShell, pool: BlockPool, telemetry: Telemetry, limits: Limits) -> None:
+    def __init__(
+        self, shell: NodeShell, pool: BlockPool, evictor: Evictor, telemetry: Telemetry, limits: Limits
+    ) -> None:
         self._pool = pool
+        self._evictor = evictor
         self._telemetry = telemetry
         self._limits = limits
         self._absent_said: set[SessionId] = set()
@@ -96,7 +99,13 @@ class PoolApplier:
             decoded_bytes=decoded_bytes,
             limits=self._limits,
         )
-        return self._pool.apply(key, effect.delta.start, rows, effect.layout.row_bytes)
+        start, row_bytes = effect.delta.start, effect.layout.row_bytes
+        try:
+            return self._pool.apply(key, start, rows, row_bytes)
+        except PoolFull:
+            if not self._evictor.evict(blocks_wanted=1 + decoded_bytes // self._pool.geometry.block_bytes):
+                raise
+            return self._pool.apply(key, start, rows, row_bytes)
 
     def _say_absent(self, session: SessionId, error: KvlogError) -> None:
         """Once a session: a full pool would say it at every record."""
@@ -123,8 +132,6 @@ class LogTail:
         self._log: Log | None = None
         self._reader: LogReader | None = None
         self._rewound: set[Partition] = set()
-        self._committed: Mapping[Partition, Offset] = {}
-        self._committed_at = 0.0
         self.polls = 0
         self.applied = 0
         self.is_up = True
@@ -167,7 +174,6 @@ class LogTail:
             await self._restart(reader, error)
         else:
             await self._feed(messages)
-            await self._commit(reader)
 
     def _say_up(self, error: LogUnavailable | None) -> None:
         was_up, self.is_up = self.is_up, error is None
@@ -240,14 +246,23 @@ class LogTail:
         reader.seek(partition, start)
         self._shell.step(LogReplacedRead(partition, start))
 
-    async def _commit(self, reader: LogReader) -> None:
-        """Publish how far we are, for lag tools; losing a commit loses nothing."""
-        now = time.monotonic()
-        applied = {p: core.applied for p, core in self._shell.core.partitions.items()}
-        wait = _COMMIT_IDLE_SECONDS if applied == self._committed else _COMMIT_SECONDS
-        if now - self._committed_at < wait:
-            return
-        self._committed_at = now
-        with contextlib.suppress(LogUnavailable, OutcomeUnknown):
-            await reader.commit(applied)
-            self._committed = applied
+    async def run_commits(self) -> None:
+        """Publish how far we are, for lag tools: beside the tail, which must not wait for it."""
+        reader = self._reader
+        assert reader is not None, "open first"
+        committed: Mapping[Partition, Offset] = {}
+        committed_at, said = 0.0, False
+        while True:
+            await asyncio.sleep(_COMMIT_SECONDS)
+            applied = {p: core.applied for p, core in self._shell.core.partitions.items()}
+            if applied == committed and time.monotonic() - committed_at < _COMMIT_IDLE_SECONDS:
+                continue
+            try:
+                async with asyncio.timeout(_COMMIT_SECONDS_MAX):
+                    await reader.commit(applied)
+            except (KvlogError, TimeoutError) as error:
+                if not said:
+                    self._telemetry.say(Event.OFFSETS_NOT_COMMITTED, problem=str(error) or "it took too long")
+                said = True
+            else:
+                committed, committed_at, said = applied, time.monotonic(), False

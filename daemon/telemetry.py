@@ -56,6 +56,7 @@ class Event(StrEnum):
     RECORD_REFUSED = "record_refused"
     ROWS_ABSENT = "rows_absent"
     CODEC_CHOSEN = "codec_chosen"
+    OFFSETS_NOT_COMMITTED = "offsets_not_committed"
     APPEND_LATE = "append_late"
     APPEND_FAILED = "append_failed"
     LOOP_STUCK = "loop_stuck"
@@ -93,6 +94,7 @@ EVENT_LEVELS: dict[Event, int] = {
     Event.RECORD_REFUSED: _DEBUG,
     Event.ROWS_ABSENT: _WARNING,
     Event.CODEC_CHOSEN: _INFO,
+    Event.OFFSETS_NOT_COMMITTED: _WARNING,
     Event.APPEND_LATE: _WARNING,
     Event.APPEND_FAILED: _ERROR,
     Event.LOOP_STUCK: _ERROR,

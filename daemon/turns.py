@@ -79,12 +79,12 @@ class TurnRegistry:
             entry.ended.set()
         return entry
 
-    def of_row(self, row: TableRow) -> OpenTurnEntry | None:
-        """The turn of a ring row if epoch and session fit too: numbers restart with the daemon (RULE ring)."""
+    def of_row(self, row: TableRow, peer: Peer) -> OpenTurnEntry | None:
+        """The turn of a row in this engine's ring, if it is its own and epoch and session fit (RULE ring)."""
         entry = self._turns.get(row.turn)
-        if entry is None or entry.epoch != row.epoch or entry.session_hash != row.session_hash:
+        if entry is None or entry.peer is not peer:
             return None
-        return entry
+        return entry if (entry.epoch, entry.session_hash) == (row.epoch, row.session_hash) else None
 
     def of_peer(self, peer: Peer) -> list[OpenTurnEntry]:
         """Every turn of one engine."""

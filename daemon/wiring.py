@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from daemon.codec import CodecChooser
 from daemon.control import ControlOptions, EngineControl
+from daemon.eviction import Evictor
 from daemon.index import NodeIndex
 from daemon.intake import IntakeParts
 from daemon.node import NodeShell
@@ -49,7 +50,7 @@ class Parts:
     notifier: Notifier
     log: Log
     pool: BlockPool
-    marks: EvictionMarks
+    evictor: Evictor
     turns: TurnRegistry
     shell: NodeShell
     tail: LogTail
@@ -93,10 +94,12 @@ def wire(settings: Settings) -> Parts:
     publisher = Publisher(
         shell,
         telemetry,
-        queue_bytes=limits.publish_queue_bytes,
+        # half of what the log's writers take, so that an append never waits inside one: see Publisher
+        queue_bytes=limits.publish_queue_bytes // 2,
         format_version=settings.log.format_version,
     )
-    PoolApplier(shell, pool, telemetry, limits)
+    evictor = Evictor(shell, pool, turns, _marks(settings))
+    PoolApplier(shell, pool, evictor, telemetry, limits)
     tail = LogTail(shell, telemetry, limits)
     parts = IntakeParts(
         shell=shell, publisher=publisher, turns=turns, telemetry=telemetry, limits=limits, writer=writer
@@ -122,7 +125,7 @@ def wire(settings: Settings) -> Parts:
         notifier=Notifier.from_environment(),
         log=log,
         pool=pool,
-        marks=_marks(settings),
+        evictor=evictor,
         turns=turns,
         shell=shell,
         tail=tail,

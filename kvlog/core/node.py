@@ -119,6 +119,11 @@ class NodeCore:
         """Claims on their way."""
         return len(self._takeovers)
 
+    @property
+    def sessions_being_claimed(self) -> frozenset[SessionId]:
+        """Sessions whose take-over is in flight."""
+        return frozenset(self._takeovers)
+
     def is_drained(self) -> bool:
         """Whether everything that was sent has been folded."""
         return all(p.is_drained(self.state(p.session)) for p in self._owned)

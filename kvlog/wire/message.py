@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvlog.errors import DecodeError, LocalProtocolError
+from kvlog.ids import Digest, Epoch, NodeId, Nonce, SessionId, Writer
 from kvlog.limits import DEFAULT, Limits
 from kvlog.records import Claim, Codec, Delta, Entry, Record, Snapshot
 from kvlog.wire.frame import FORMAT_VERSION, frame, read_frame
@@ -17,7 +18,9 @@ from kvlog.wire.header import header_bytes, kind_of, read_header
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["decode", "encode"]
+    from kvlog.layout import Identity
+
+__all__ = ["check_identity", "decode", "encode"]
 
 
 def encode(
@@ -77,6 +80,25 @@ def decode(value: bytes | memoryview, limits: Limits = DEFAULT) -> Entry:
     if problem:
         raise DecodeError(problem=problem)
     return Entry(record=record, header=parts.header, chain=parts.chain, payload=parts.payload)
+
+
+def check_identity(identity: Identity, limits: Limits = DEFAULT) -> None:
+    """Check at start that a claim can carry an engine's identity; later it would be too late to say no.
+
+    Raises:
+        LocalProtocolError: the layout or the number of shards is beyond what the format holds; the field is named.
+    """
+    sixteen = bytes(16)
+    claim = Claim(
+        session=SessionId("s"),
+        epoch=Epoch(1),
+        writer=Writer(sixteen),
+        nonce=Nonce(sixteen),
+        node=NodeId("n"),
+        identity=identity,
+        context=Digest(sixteen),
+    )
+    header_bytes(claim, limits=limits)
 
 
 def _misfit(record: Record, chain: int, *, payload_bytes: int) -> str:

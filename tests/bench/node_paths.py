@@ -23,10 +23,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from daemon.eviction import Evictor
 from daemon.node import NodeShell
 from daemon.primary import Publisher
 from daemon.standby import LogTail, PoolApplier
 from daemon.telemetry import Telemetry, configure_diagnostics
+from daemon.turns import TurnRegistry
+from kvlog.buffers.eviction import EvictionMarks
 from kvlog.buffers.pool import PoolOptions, open_pool
 from kvlog.checksums import checksum, digest, partition_of
 from kvlog.core import effects as fx
@@ -108,7 +111,8 @@ class _Node:
             self.shell, self.telemetry, queue_bytes=DEFAULT.publish_queue_bytes, format_version=1
         )
         self.pool = open_pool(PoolOptions(bytes_total=pool_bytes, block_bytes=_BLOCK_BYTES))
-        PoolApplier(self.shell, self.pool, self.telemetry, DEFAULT)
+        evictor = Evictor(self.shell, self.pool, TurnRegistry(), EvictionMarks())
+        PoolApplier(self.shell, self.pool, evictor, self.telemetry, DEFAULT)
         self.tail = LogTail(self.shell, self.telemetry, DEFAULT)
         self.opened: dict[SessionId, fx.TurnOpened] = {}
         self.problems: list[object] = []

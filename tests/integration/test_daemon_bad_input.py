@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvlog.ids import Offset, Partition, Writer
+from kvlog.checksums import digest
+from kvlog.errors import ConfigError
+from kvlog.ids import Offset, Partition, Shard, Writer
+from kvlog.layout import DType, Identity, Layout
+from kvlog.link.client import ClientOptions, connect
+from kvlog.link.messages import PROTOCOL, Hello
 from kvlog.log.base import AppendRequest
 from kvlog.log.local import LocalLog, LocalLogOptions
 from kvlog.records import Delta, kind_of
@@ -167,6 +172,19 @@ def test_engine_with_rows_too_large_is_refused_with_both_sizes_and_serves_unlogg
         node.close()
         for engine in engines:
             engine.stop(9)
+
+
+def test_engine_of_an_impossible_layout_is_refused_and_others_are_served(tmp_path: Path) -> None:
+    """What no claim can carry is refused at hello: it must not end the daemon at the engine's first turn."""
+    node = Node.start(tmp_path, "a", f"file://{tmp_path}/log")
+    try:
+        layout = Layout(layers=2, planes=3, kv_heads=1, head_dim=64, dtype=DType.FLOAT16)
+        hello = Hello(PROTOCOL, "odd", 1, Identity(digest(b"m"), digest(b"w"), layout, 1), Shard(0))
+        with pytest.raises(ConfigError, match="No claim can carry it"):
+            connect(tmp_path / "a.sock", hello, ClientOptions())
+        assert True is whole(node, "s", max_tokens=3).kvlog["logged"]
+    finally:
+        node.close()
 
 
 def test_session_of_other_weights_is_not_attached_and_the_field_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from daemon.telemetry import Telemetry
 from kvlog.checksums import digest
 from kvlog.core.effects import AppendRecord
 from kvlog.core.inputs import AppendFailed
-from kvlog.errors import OutcomeUnknown
+from kvlog.errors import OutcomeUnknown, RowTooLarge
 from kvlog.ids import Epoch, NodeId, Nonce, Offset, Partition, Position, Seq, SessionId, Writer
 from kvlog.layout import DType, Identity, Layout
 from kvlog.records import Claim, Truncate
@@ -50,10 +50,14 @@ class FakeWriter:
 
     def __init__(self) -> None:
         self.futures: list[tuple[AppendRequest, asyncio.Future[Offset]]] = []
+        self.refuses_at_once = False
 
     async def append(self, request: AppendRequest) -> asyncio.Future[Offset]:
         future: asyncio.Future[Offset] = asyncio.get_running_loop().create_future()
         self.futures.append((request, future))
+        if self.refuses_at_once:
+            self.refuses_at_once = False
+            future.set_exception(RowTooLarge(row_bytes=2, record_bytes_max=1))
         return future
 
 
@@ -152,3 +156,27 @@ async def test_publisher_past_its_bound_has_no_room_until_appends_are_durable(be
     async with asyncio.timeout(10):
         await waiting
     assert (0, True) == (bench.publisher.pending_bytes, await bench.publisher.flush(10))
+
+
+async def test_publisher_sends_nothing_behind_a_loss_whose_callback_has_not_run(bench: Bench) -> None:
+    """INV-SILENT: the future has failed and the next record is already awake; it must not go out."""
+    bench.send(truncate("s", 7))
+    await bench.sent(1)
+    bench.writer.futures[0][1].set_exception(OutcomeUnknown(partition=0, problem="test"))
+    bench.send(truncate("s", 7, seq=1))  # before the loop has called anybody back
+    bench.send(truncate("other", 1))
+    await bench.sent(2)
+    assert [7, 1] == [request.epoch for request, _ in bench.writer.futures]
+    await bench.told(1)
+    assert [AppendFailed(truncate("s", 7))] == bench.shell.told
+
+
+async def test_publisher_sends_nothing_behind_a_record_that_was_refused_at_once(bench: Bench) -> None:
+    """INV-SILENT: a record that is too large for the log comes back failed; those queued behind it are dropped."""
+    bench.writer.refuses_at_once = True
+    for seq in range(3):
+        bench.send(truncate("s", 7, seq=seq))
+    bench.send(truncate("other", 1))
+    await bench.sent(2)
+    assert [7, 1] == [request.epoch for request, _ in bench.writer.futures]
+    assert [AppendFailed(truncate("s", 7))] == bench.shell.told

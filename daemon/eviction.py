@@ -1,0 +1,42 @@
+"""Makes room in the pool: idle sessions go, least recently used first. Safe, because the log has them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvlog.buffers.eviction import plan_eviction
+
+if TYPE_CHECKING:
+    from daemon.node import NodeShell
+    from daemon.turns import TurnRegistry
+    from kvlog.buffers.eviction import EvictionMarks
+    from kvlog.buffers.pool import BlockPool
+
+__all__ = ["Evictor"]
+
+
+class Evictor:
+    """Drops sessions from the pool, never one with a turn in progress or a take-over in flight."""
+
+    def __init__(self, shell: NodeShell, pool: BlockPool, turns: TurnRegistry, marks: EvictionMarks) -> None:
+        self._shell = shell
+        self._pool = pool
+        self._turns = turns
+        self._marks = marks
+
+    def evict(self, blocks_wanted: int = 0) -> int:
+        """Drop what is due.
+
+        Args:
+            blocks_wanted: about to be placed; counted as used.
+
+        Returns: how many sessions went.
+        """
+        held = self._turns.sessions() | self._shell.core.sessions_being_claimed
+        plan = plan_eviction(
+            self._pool.blocks, self._marks, now_ns=time.monotonic_ns(), held=held, blocks_wanted=blocks_wanted
+        )
+        for session in plan:
+            self._pool.drop(session)
+        return len(plan)
