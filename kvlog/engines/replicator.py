@@ -68,7 +68,7 @@ class ReplicatorOptions:
         engine: kind and version, for people.
         step_bytes: rows that one step writes at most; what is behind that catches up over several steps.
         close_bytes: rows that `close_turn` writes at a time, holding the ring's lock against the step.
-        close_seconds: how long `close_turn` holds a cache to write what is behind.
+        close_seconds: how long a finished request's cache is held to write what is behind.
         answer_seconds: what a daemon may take to answer beyond the time it was given for the claim.
         backoff_seconds_min: the first pause between two attempts to connect; doubled each time.
         backoff_seconds_max: the longest one.
@@ -88,7 +88,10 @@ class ReplicatorOptions:
 
 @dataclass(slots=True)
 class ReplicationCounts:
-    """What a replicator has done since its start; `hook`: seconds in `after_step`."""
+    """What a replicator has done since its start.
+
+    `hook`: seconds in `after_step`. `turns_cut`: closed with rows that the ring had not taken.
+    """
 
     steps: int = 0
     rows: int = 0
@@ -99,6 +102,7 @@ class ReplicationCounts:
     turns_opened: int = 0
     turns_reopened: int = 0
     turns_fenced: int = 0
+    turns_cut: int = 0
     connects: int = 0
     refusal: str = ""
 
@@ -129,6 +133,11 @@ class Replicator:
     def row_bytes(self) -> int:
         """Bytes of one row of this engine's layout."""
         return self._identity.layout.row_bytes
+
+    @property
+    def close_seconds(self) -> float:
+        """How long a finished request's cache may be held to write what is behind."""
+        return self._options.close_seconds
 
     def start(self) -> None:
         """Start the thread; returns at once."""
@@ -192,18 +201,28 @@ class Replicator:
         counts.hook_seconds += seconds
         counts.hook_seconds_max = max(counts.hook_seconds_max, seconds)
 
-    def close_turn(self, handle: TurnHandle, cache: RowCache, tokens: Sequence[int]) -> None:
-        """Write what is behind the cursor, for at most `close_seconds`, then end the turn; the cache is free after it.
+    def close_turn(
+        self, handle: TurnHandle, cache: RowCache, tokens: Sequence[int], *, until: float | None = None
+    ) -> None:
+        """Write what is behind the cursor as long as there is time, then end the turn; the cache is free after it.
 
-        A turn that was logged before and has lost its link waits for the next one within the same time.
+        A turn that was logged before and has lost its link waits for the next one within the same time. What was not
+        written in time is not in the log: a shorter prefix, counted.
+
+        Args:
+            handle: whose turn.
+            cache: its rows.
+            tokens: its ids, at least as many as rows.
+            until: monotonic seconds; in the past: end at the cursor, without waiting. None: `close_seconds` from now.
         """
         turn = handle.turn
         turn.follow(tokens)
-        self._drain(turn, cache, time.monotonic() + self._options.close_seconds)
+        self._drain(turn, cache, time.monotonic() + self.close_seconds if until is None else until)
         handle.release()
         self._live.discard(turn)
         logged = turn.close()
         if logged is not None:
+            self.counts.turns_cut += RowSource(logged.cursor, cache, tokens).behind > 0
             logged.link.turns.pop(logged.cursor.turn, None)
             logged.link.client.send(CloseTurn(logged.cursor.turn, Position(logged.cursor.position)))
 

@@ -1,8 +1,10 @@
 """Several requests at once on one model: one thread computes, a few others open and close turns.
 
 A round gives each active request one step (a piece of its prefill, or one token), then the replicator one `after_step`
-for all of them, and only then are the new tokens told: who was fenced in the meantime says nothing more. Memory is
-bounded by `active_max` caches; further requests wait in a queue of `queued_max`, and then are refused.
+for all of them, and only then are the new tokens told: who was fenced in the meantime says nothing more. A finished
+request gives its place back at once, whatever the daemon does; what the ring did not take of it is written by one of a
+few closers, and where none is free its log ends at the cursor. Memory is bounded by `active_max` caches and one a
+closer; further requests wait in a queue of `queued_max`, and then are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ __all__ = ["StepLoop", "StepLoopOptions"]
 _FENCED = Failed("fenced", "Another node has taken this session over; the answer goes on there.")
 _STOPPING = Failed("stopping", "This engine is stopping.")
 _CLOSERS = 8
-"""Threads that close turns; each may hold a cache for `close_seconds`, and the request's place with it."""
+"""Threads that write what finished requests left behind; each holds a cache, for `close_seconds` at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +66,12 @@ class StepLoop:
         self._stopping = False
         self._openers = ThreadPoolExecutor(options.active_max, "kvlog-open-turn")
         self._closers = ThreadPoolExecutor(_CLOSERS, "kvlog-close-turn")
+        self._free_closers = threading.Semaphore(_CLOSERS)
         self._thread = threading.Thread(target=self._run, name="kvlog-step-loop", daemon=True)
 
     @property
     def active(self) -> int:
-        """Requests that have a place, from before their turn is opened until it is closed."""
+        """Requests that have a place, from before their turn is opened until their answer is over."""
         return self._places
 
     @property
@@ -130,7 +133,7 @@ class StepLoop:
                     self._changed.notify_all()
                     return
             job.sink(_STOPPING)
-        self._close(running)
+        self._end(running)
 
     def _opened(self, job: Job) -> RunningJob:
         generation, session = job.generation, job.session
@@ -147,7 +150,7 @@ class StepLoop:
         try:
             attached = handle.load_into(cache)
         except BaseException:  # no memory for it: the turn must not stay open for a request that has failed
-            self._replicator.close_turn(handle, cache, generation.tokens)
+            self._replicator.close_turn(handle, cache, generation.tokens, until=opened)
             raise
         return RunningJob(
             job,
@@ -160,15 +163,28 @@ class StepLoop:
             log_from=handle.log_from,
         )
 
-    def _close(self, running: RunningJob) -> None:
-        """Write what is behind, close the turn, give the place to the next; on a thread that may wait."""
-        session = running.job.session
+    def _end(self, running: RunningJob) -> None:
+        """Give the place to the next, and close the turn: now, or where rows are behind and a closer is free, soon."""
+        now = time.monotonic()
+        self._leave()
+        behind = running.handle.may_write_more(running.cache)
+        if behind and self._free_closers.acquire(blocking=False):
+            self._closers.submit(self._catch_up, running, now + self._replicator.close_seconds)
+        else:
+            self._close(running, until=now)
+
+    def _catch_up(self, running: RunningJob, until: float) -> None:
+        """Write what is behind, then close the turn; on a thread of `_closers`."""
         try:
-            self._replicator.close_turn(running.handle, running.cache, running.job.generation.tokens)
-            if not session.named and not running.handle.fenced.is_set():
-                self._replicator.forget(session.session)
+            self._close(running, until)
         finally:
-            self._leave()
+            self._free_closers.release()
+
+    def _close(self, running: RunningJob, until: float) -> None:
+        session = running.job.session
+        self._replicator.close_turn(running.handle, running.cache, running.job.generation.tokens, until=until)
+        if not session.named and not running.handle.fenced.is_set():
+            self._replicator.forget(session.session)
 
     def _leave(self) -> None:
         """Give a place back."""
@@ -226,7 +242,7 @@ class StepLoop:
             job.sink(Finished(finish, running.details(), self._digests(running)))
         over = finish is not None or isinstance(result, Failed) or job.cancelled
         if over:
-            self._closers.submit(self._close, running)
+            self._end(running)
         return over
 
     def _digests(self, running: RunningJob) -> Mapping[int, list[str]] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvlog.engines.stepwrite import RowSource
 from kvlog.engines.turn_state import Logged
 from kvlog.ids import Position
 from kvlog.link.messages import Release
@@ -71,6 +72,13 @@ class TurnHandle:
         """The first row that is not in the ring; None if it is not logged now."""
         phase = self.turn.phase
         return Position(phase.cursor.position) if isinstance(phase, Logged) else None
+
+    def may_write_more(self, cache: RowCache) -> bool:
+        """Rows of a finished request's cache are not in a ring, and there is one, or may soon be, to write them to."""
+        turn, phase = self.turn, self.turn.phase
+        if isinstance(phase, Logged):
+            return RowSource(phase.cursor, cache, turn.tokens).behind > 0
+        return turn.epoch > 0 and turn.reason is not None and turn.reason.passes
 
     @property
     def acked_length(self) -> Position:
