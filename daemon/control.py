@@ -30,17 +30,17 @@ from kvlog.wire.cut import check_row
 from kvlog.wire.message import check_identity
 
 if TYPE_CHECKING:
-    from daemon.codec import CodecChooser
     from daemon.intake import IntakeParts
-    from daemon.pace import Pacer
+    from daemon.neighbours import Neighbours
     from kvlog.buffers.blocks import LeaseId, PinnedBlocks
     from kvlog.buffers.pool import BlockPool
-    from kvlog.ids import NodeId
+    from kvlog.ids import Epoch, NodeId
     from kvlog.link.server import Peer
     from kvlog.modes import SyncMode
 
 __all__ = ["ControlOptions", "EngineControl"]
 
+_WILLING_PAUSE_SECONDS = 0.05
 _CLOSED_DRAIN_SECONDS = 60.0
 """How long a dead engine's ring may take to be emptied before its turns are closed regardless."""
 
@@ -90,14 +90,12 @@ class EngineControl:
         self,
         parts: IntakeParts,
         pool: BlockPool,
-        codec: CodecChooser,
-        pacer: Pacer,
+        neighbours: Neighbours,
         options: ControlOptions,
     ) -> None:
         self._parts = parts
         self._pool = pool
-        self._codec = codec
-        self._pacer = pacer
+        self._neighbours = neighbours
         self._options = options
         self._engines: dict[Peer, _Engine] = {}
         self._asked: dict[int, _Asked] = {}
@@ -166,7 +164,7 @@ class EngineControl:
         if tasks is None:
             ring.close()
             return link.Rejected(link.RejectReason.STOPPING, "The daemon stops; connect again later.")
-        intake = RowIntake(self._parts, self._codec, self._pacer, ring)
+        intake = RowIntake(self._parts, ring)
         task = tasks.create_task(intake.run(peer, lambda error: self._corrupt(peer, error)))
         self._engines[peer] = _Engine(intake, task)
         self._parts.telemetry.metrics.engines.set(len(self._engines))
@@ -192,6 +190,9 @@ class EngineControl:
         if self._stopping:
             return link.TurnUnlogged(message.request, link.UnloggedReason.STOPPING, "the daemon stops")
         await self._closing_done(message.session, deadline)
+        if not message.take_over and not await self._owner_is_willing(message.session, wait_ms / 2000):
+            reason, detail = self._say_unlogged(message.session, fx.UnloggedReason.OWNER_BUSY, None)
+            return link.TurnUnlogged(message.request, reason, detail)
         number = next(self._numbers)
         answer: asyncio.Future[link.TurnOpened | link.TurnUnlogged] = (
             asyncio.get_running_loop().create_future()
@@ -278,6 +279,22 @@ class EngineControl:
                 await entry.ended.wait()
         except TimeoutError:
             pass
+
+    async def _owner_is_willing(self, session: SessionId, seconds_max: float) -> bool:
+        """Whether the session may be claimed without ending somebody's turn (DESIGN 5.1), as far as heartbeats say.
+
+        A hint for politeness: a request that takes over on purpose is not asked, and the log decides in any case.
+        """
+        state = self._parts.shell.core.state(session)
+        if state is None or state.claim.node == self._options.node:
+            return True
+        number = session_hash(session)
+        until = time.monotonic() + seconds_max
+        while self._neighbours.is_busy(state.claim.node, number, now := time.monotonic()):
+            if now >= until:
+                return False
+            await asyncio.sleep(_WILLING_PAUSE_SECONDS)
+        return True
 
     def _refusal(self, message: link.Hello) -> link.Rejected | None:
         if self._stopping:
@@ -371,18 +388,20 @@ class EngineControl:
         return pinned
 
     def _unlogged(self, effect: fx.TurnUnlogged) -> None:
-        self._parts.telemetry.metrics.turns_unlogged.labels(effect.reason.value).inc()
-        self._parts.telemetry.say(
-            Event.TURN_UNLOGGED,
-            session=effect.session,
-            reason=effect.reason.value,
-            newer_epoch=effect.newer_epoch,
-        )
+        reason, detail = self._say_unlogged(effect.session, effect.reason, effect.newer_epoch)
         asked = self._asked.get(effect.request)
         if asked is None or asked.answer.done():
             return
-        reason, detail = _UNLOGGED[effect.reason]
         asked.answer.set_result(link.TurnUnlogged(asked.message.request, reason, detail))
+
+    def _say_unlogged(
+        self, session: SessionId, reason: fx.UnloggedReason, newer_epoch: Epoch | None
+    ) -> tuple[link.UnloggedReason, str]:
+        self._parts.telemetry.metrics.turns_unlogged.labels(reason.value).inc()
+        self._parts.telemetry.say(
+            Event.TURN_UNLOGGED, session=session, reason=reason.value, newer_epoch=newer_epoch
+        )
+        return _UNLOGGED[reason]
 
     def _acknowledged(self, effect: fx.TurnAcknowledged) -> None:
         entry = self._parts.turns.get(effect.turn)
@@ -428,7 +447,10 @@ def _turn_opened(
 
 _UNLOGGED: dict[fx.UnloggedReason, tuple[link.UnloggedReason, str]] = {
     fx.UnloggedReason.BUSY: (link.UnloggedReason.BUSY, "another turn of this session is in progress here"),
-    fx.UnloggedReason.OWNER_BUSY: (link.UnloggedReason.BUSY, "its owner has a turn in progress"),
+    fx.UnloggedReason.OWNER_BUSY: (
+        link.UnloggedReason.OWNER_BUSY,
+        "its owner has a turn in progress",
+    ),
     fx.UnloggedReason.CLAIM_TIMEOUT: (
         link.UnloggedReason.CLAIM_TIMEOUT,
         "the claim was not read back in time",

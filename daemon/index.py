@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["NodeIndex"]
 
 _BEAT_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
+"""A session whose turn has just ended on another node may be claimed so soon."""
 _CLAIMS_MAX = 10_000
 _BROKEN_MAX = 100
 _BUSY_MAX = 1000
@@ -50,6 +52,8 @@ class NodeIndex:
         self._claims: deque[SessionRow] = deque(maxlen=_CLAIMS_MAX)
         self._broken: set[SessionId] = set()
         self._beat = 0
+        self._written_at = float("-inf")
+        self._written_busy: tuple[int, ...] = ()
         self.metrics_address = ""
         self.log_identity = ""
 
@@ -88,7 +92,7 @@ class NodeIndex:
         return len(self._broken)
 
     async def run(self, log: Log) -> None:
-        """Beat once a second until cancelled.
+        """Beat once a second until cancelled; between two beats say what has changed of the turns in progress.
 
         Raises:
             ConfigError: another daemon beats under our name: give one of them another node.id.
@@ -97,10 +101,10 @@ class NodeIndex:
         while True:
             try:
                 await self._look(nodes)
-                await self._write(nodes, sessions)
+                await self._write_what_is_due(nodes, sessions)
             except (LogUnavailable, OutcomeUnknown, LogReplaced):
                 pass  # the log's own loops say so; a row that may be there is written again
-            await asyncio.sleep(_BEAT_SECONDS)
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def say_goodbye(self, log: Log) -> None:
         """The last heartbeat.
@@ -111,10 +115,18 @@ class NodeIndex:
         """
         async with asyncio.timeout(_GOODBYE_SECONDS):
             table = await log.table(NODES)
+            self._beat += 1
             await table.put(self._node.encode(), encode_row(self._row(leaving=True)))
 
-    async def _write(self, nodes: Table, sessions: Table) -> None:
+    async def _write_what_is_due(self, nodes: Table, sessions: Table) -> None:
+        now, busy = time.monotonic(), self._turns.busy_hashes(_BUSY_MAX)
+        if now - self._written_at >= _BEAT_SECONDS:
+            self._beat += 1
+            self._written_at = now
+        elif busy == self._written_busy and not self._claims:
+            return
         await nodes.put(self._node.encode(), encode_row(self._row(leaving=False)))
+        self._written_busy = busy
         while self._claims:
             row = self._claims[0]
             await sessions.put(row.session.encode(), encode_row(row))
@@ -134,7 +146,6 @@ class NodeIndex:
             )
 
     def _row(self, *, leaving: bool) -> NodeRow:
-        self._beat += 1
         core = self._shell.core
         return NodeRow(
             node=self._node,

@@ -62,16 +62,16 @@ class IntakeParts:
     telemetry: Telemetry
     limits: Limits
     writer: Writer
+    codec: CodecChooser
+    pacer: Pacer
 
 
 class RowIntake:
     """Reads one engine's ring until cancelled."""
 
-    def __init__(self, parts: IntakeParts, codec: CodecChooser, pacer: Pacer, ring: SealedMemory) -> None:
+    def __init__(self, parts: IntakeParts, ring: SealedMemory) -> None:
         """Take over the ring's memory, fresh from `create_ring`."""
         self._parts = parts
-        self._codec = codec
-        self._pacer = pacer
         self._memory = ring
         self._reader = RingReader(self._memory)
         self._doorbell = create_doorbell()
@@ -237,12 +237,12 @@ class RowIntake:
         if turn.mode.kind is SyncKind.IDS or len(rows) == 0:
             codec = Codec.IDS
         else:
-            codec = await self._codec.choose(rows, turn.layout)
+            codec = await self._parts.codec.choose(rows, turn.layout)
         for piece in cut(len(tokens), row_bytes=row_bytes, codec=codec, limits=self._parts.limits):
             await self._parts.publisher.room()
             end = piece.first + piece.count
             payload = await self._encode(rows[piece.first * row_bytes : end * row_bytes], codec, turn)
-            await self._pacer.spend(len(payload))
+            await self._parts.pacer.spend(len(payload))
             self._parts.shell.step(
                 EncodedRows(
                     turn=turn.turn,

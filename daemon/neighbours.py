@@ -90,8 +90,8 @@ class Neighbours:
 
     def _hear(self, row: NodeRow, now: float) -> None:
         known = self._heard.get(row.node)
-        if known is not None and (known.row.incarnation, known.row.beat) == (row.incarnation, row.beat):
-            return
+        if known is not None and known.row == row:
+            return  # the same words again prove no life
         if row.leaving or (known is None and len(self._heard) >= _NODES_MAX):
             self._heard.pop(row.node, None)
             return

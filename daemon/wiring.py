@@ -102,21 +102,17 @@ def wire(settings: Settings) -> Parts:
     PoolApplier(shell, pool, evictor, telemetry, limits)
     tail = LogTail(shell, telemetry, limits)
     parts = IntakeParts(
-        shell=shell, publisher=publisher, turns=turns, telemetry=telemetry, limits=limits, writer=writer
+        shell=shell,
+        publisher=publisher,
+        turns=turns,
+        telemetry=telemetry,
+        limits=limits,
+        writer=writer,
+        codec=CodecChooser(settings.sync.codec, settings.sync.codec_cores, publisher, telemetry),
+        pacer=Pacer(settings.sync.bandwidth_bytes_per_second),
     )
-    control = EngineControl(
-        parts,
-        pool,
-        CodecChooser(settings.sync.codec, settings.sync.codec_cores, publisher, telemetry),
-        Pacer(settings.sync.bandwidth_bytes_per_second),
-        ControlOptions(
-            node=node,
-            incarnation=writer,
-            ring_bytes=settings.link.ring_bytes,
-            claim_wait_ms_max=settings.link.claim_wait_ms_max,
-            mode=parse_sync_mode(settings.sync.mode),
-        ),
-    )
+    index = NodeIndex(shell, pool, turns, telemetry, myself)
+    control = EngineControl(parts, pool, index.neighbours, _control_options(settings, writer))
     return Parts(
         settings=settings,
         myself=myself,
@@ -132,7 +128,7 @@ def wire(settings: Settings) -> Parts:
         publisher=publisher,
         control=control,
         server=_server(settings, control, limits),
-        index=NodeIndex(shell, pool, turns, telemetry, myself),
+        index=index,
     )
 
 
@@ -148,4 +144,14 @@ def _marks(settings: Settings) -> EvictionMarks:
         high_percent=pool.high_percent,
         low_percent=pool.low_percent,
         ttl_ns=pool.idle_seconds * 1_000_000_000,
+    )
+
+
+def _control_options(settings: Settings, writer: Writer) -> ControlOptions:
+    return ControlOptions(
+        node=NodeId(settings.node.id),
+        incarnation=writer,
+        ring_bytes=settings.link.ring_bytes,
+        claim_wait_ms_max=settings.link.claim_wait_ms_max,
+        mode=parse_sync_mode(settings.sync.mode),
     )

@@ -20,10 +20,12 @@ import httpx
 import numpy as np
 
 from consumers.reading import PartitionFold
+from kvlog.buffers.ring import session_hash
 from kvlog.checksums import partition_of
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
 from kvlog.ids import Offset, Partition, SessionId
 from kvlog.log.local import LocalLog, LocalLogOptions
+from kvlog.wire.tables import NODES, decode_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +38,7 @@ __all__ = [
     "ask",
     "daemon_config",
     "logged_length",
+    "says_busy",
     "synthetic_answer",
     "until",
 ]
@@ -290,6 +293,20 @@ def logged_length(directory: Path, session: str, *, partitions: int = 4) -> int:
         await log.close()
         state = fold.core.session(SessionId(session))
         return state.length if state else 0
+
+    return asyncio.run(read())
+
+
+def says_busy(directory: Path, name: str, session: str) -> bool:
+    """Whether a node's newest heartbeat in a local log says that it has a turn of the session in progress."""
+
+    async def read() -> bool:
+        log = LocalLog(directory, LocalLogOptions(read_only=True))
+        await log.open()
+        rows = await (await log.table(NODES)).refresh()
+        await log.close()
+        said = [decode_node(row.value) for row in rows if row.key == name.encode() and row.value]
+        return bool(said) and session_hash(session) in said[-1].busy
 
     return asyncio.run(read())
 

@@ -97,6 +97,8 @@ class UnloggedReason(StrEnum):
     """Another turn of the session is open on this node."""
     FENCED = "fenced"
     """Another node owns the session and was not willing, or won the claim."""
+    OWNER_BUSY = "owner_busy"
+    """The node that owns the session has a turn of it in progress; the engine asks again."""
     CLAIM_TIMEOUT = "claim_timeout"
     """The claim was not read back in time; the engine asks again."""
     LOG_UNAVAILABLE = "log_unavailable"
@@ -120,6 +122,7 @@ class UnloggedReason(StrEnum):
 
 _PASSING = frozenset(
     {
+        UnloggedReason.OWNER_BUSY,
         UnloggedReason.CLAIM_TIMEOUT,
         UnloggedReason.LOG_UNAVAILABLE,
         UnloggedReason.STOPPING,

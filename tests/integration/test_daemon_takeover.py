@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.nodes import Answer, Node, ask, logged_length, synthetic_answer, until
+from tests.nodes import Answer, Node, ask, logged_length, says_busy, synthetic_answer, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -203,3 +204,28 @@ def test_request_while_the_daemon_is_absent_is_served_unlogged(tmp_path: Path) -
         until(lambda: whole(node, "s").kvlog["logged"] is True, seconds=10, what="logged again")
     finally:
         node.close()
+
+
+def test_new_request_elsewhere_leaves_a_living_nodes_turn_alone(nodes: tuple[Node, Node]) -> None:
+    """A second request of a session is served unlogged while its owner answers; once that is over it may claim."""
+    a, b = nodes
+    stream = begin(a, "s", tokens=10, max_tokens=600)
+    until(lambda: says_busy(a.folder / "log", "a", "s"), what="the owner's heartbeat")
+    time.sleep(1)  # four looks of the other's: nothing tells that it has taken one
+    other = whole(b, "s", max_tokens=3)
+    assert other.kvlog["logged"] is False
+    assert other.tokens == whole(b, "reference", max_tokens=3).tokens
+    answer = last(stream)
+    assert answer.error is None
+    assert answer.done
+    until(lambda: whole(b, "s", max_tokens=2).kvlog["logged"] is True, seconds=10, what="the session is idle")
+
+
+def test_request_that_takes_over_ends_a_living_nodes_turn(nodes: tuple[Node, Node]) -> None:
+    """Who asks for it gets the session at once; the other node's stream ends as fenced."""
+    a, b = nodes
+    stream = begin(a, "s", tokens=10, max_tokens=2000)
+    assert whole(b, "s", max_tokens=3, take_over=True).kvlog["logged"] is True
+    answer = last(stream)
+    assert answer.error is not None
+    assert answer.error["type"] == "fenced"
