@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from daemon.turns import TurnRegistry
     from kvlog.buffers.eviction import EvictionMarks
     from kvlog.buffers.pool import BlockPool
+    from kvlog.ids import SessionId
 
 __all__ = ["Evictor"]
 
@@ -25,15 +26,16 @@ class Evictor:
         self._turns = turns
         self._marks = marks
 
-    def evict(self, blocks_wanted: int = 0) -> int:
+    def evict(self, *, blocks_wanted: int = 0, keep: SessionId | None = None) -> int:
         """Drop what is due.
 
         Args:
             blocks_wanted: about to be placed; counted as used.
+            keep: the session that they are for.
 
         Returns: how many sessions went.
         """
-        held = self._turns.sessions() | self._shell.core.sessions_being_claimed
+        held = self._turns.sessions() | self._shell.core.sessions_being_claimed | ({keep} if keep else set())
         plan = plan_eviction(
             self._pool.blocks, self._marks, now_ns=time.monotonic_ns(), held=held, blocks_wanted=blocks_wanted
         )

@@ -103,7 +103,8 @@ class PoolApplier:
         try:
             return self._pool.apply(key, start, rows, row_bytes)
         except PoolFull:
-            if not self._evictor.evict(blocks_wanted=1 + decoded_bytes // self._pool.geometry.block_bytes):
+            wanted = 1 + decoded_bytes // self._pool.geometry.block_bytes
+            if not self._evictor.evict(blocks_wanted=wanted, keep=effect.delta.session):
                 raise
             return self._pool.apply(key, start, rows, row_bytes)
 
