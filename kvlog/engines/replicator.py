@@ -90,7 +90,8 @@ class ReplicatorOptions:
 class ReplicationCounts:
     """What a replicator has done since its start.
 
-    `hook`: seconds in `after_step`. `turns_cut`: closed with rows that the ring had not taken.
+    `hook`: seconds in `after_step`. `turns_cut`: closed with rows that the ring had not taken. `failures`: errors that
+    nobody foresaw; each ended a link, or an attempt to connect. `refusal`: the last reason why there is no link.
     """
 
     steps: int = 0
@@ -104,6 +105,7 @@ class ReplicationCounts:
     turns_fenced: int = 0
     turns_cut: int = 0
     connects: int = 0
+    failures: int = 0
     refusal: str = ""
 
 
@@ -177,24 +179,19 @@ class Replicator:
         return TurnHandle(turn, self.row_bytes, self.loads)
 
     def after_step(self, active: Sequence[tuple[TurnHandle, RowCache, Sequence[int]]]) -> None:
-        """Write the rows that all these turns' caches have beyond their cursors, as one ring entry; never waits.
+        """Write the rows that all these turns' caches have beyond their cursors, as one ring entry.
+
+        Never waits and never raises: whatever goes wrong with the rows is counted, and ends the link instead of a step.
 
         Args:
             active: handle, cache and ids so far of every request in the step; ids at least as many as rows.
         """
         started = time.perf_counter()
-        link = self._link
         self._step += 1
-        if link is not None:
-            sources = []
-            for handle, cache, tokens in active:
-                phase = handle.turn.follow(tokens)
-                if isinstance(phase, Logged) and phase.link is link:
-                    sources.append(RowSource(phase.cursor, cache, tokens))
-            self._write(link, sources, self._options.step_bytes)
-        else:
-            for handle, _, tokens in active:
-                handle.turn.follow(tokens)
+        try:
+            self._copy_step(active)
+        except Exception as error:  # noqa: BLE001  # the adapter's top: generation never fails by it
+            self._failed(error)
         seconds = time.perf_counter() - started
         counts = self.counts
         counts.steps += 1
@@ -217,7 +214,10 @@ class Replicator:
         """
         turn = handle.turn
         turn.follow(tokens)
-        self._drain(turn, cache, time.monotonic() + self.close_seconds if until is None else until)
+        try:
+            self._drain(turn, cache, time.monotonic() + self.close_seconds if until is None else until)
+        except Exception as error:  # noqa: BLE001  # the adapter's top: the turn must be closed whatever happens
+            self._failed(error)
         handle.release()
         self._live.discard(turn)
         logged = turn.close()
@@ -231,6 +231,24 @@ class Replicator:
         link = self._link
         if link is not None:
             link.client.send(Forget(session))
+
+    def _copy_step(self, active: Sequence[tuple[TurnHandle, RowCache, Sequence[int]]]) -> None:
+        link = self._link
+        sources = []
+        for handle, cache, tokens in active:
+            phase = handle.turn.follow(tokens)
+            if isinstance(phase, Logged) and phase.link is link:
+                sources.append(RowSource(phase.cursor, cache, tokens))
+        if link is not None:
+            self._write(link, sources, self._options.step_bytes)
+
+    def _failed(self, error: Exception) -> None:
+        """An error that no one foresaw: count it, and begin anew with another link."""
+        self.counts.failures += 1
+        self.counts.refusal = f"{type(error).__name__}: {error}"
+        link = self._link
+        if link is not None:
+            link.client.close(self.counts.refusal)
 
     def _write(self, link: EngineLink, sources: Sequence[RowSource], step_bytes: int) -> int:
         budget = StepBudget(step_bytes, self._step)

@@ -73,15 +73,17 @@ class EngineServer:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _health(self, _: Request) -> Response:
+        failure = self._loop.failure
         return JSONResponse(
             {
-                "status": "ok",
+                "status": "ok" if failure is None else f"failed: {failure}",
                 "connected": self._replicator.connected,
                 "active": self._loop.active,
                 "queued": self._loop.queued,
                 "replication": asdict(self._replicator.counts),
                 "loads": asdict(self._replicator.loads),
             },
+            200 if failure is None else 503,
         )
 
     async def _completions(self, request: Request) -> Response:
@@ -101,6 +103,9 @@ class EngineServer:
             return JSONResponse(error_body("invalid_request", sentence(error)), 400)
         answering = self._answering(call, chat=chat)
         if not self._loop.submit(answering.job):
+            if (failure := self._loop.failure) is not None:
+                message = f"This engine has failed and answers nothing any more: {failure}"
+                return JSONResponse(error_body("failed", message), 503)
             return JSONResponse(
                 error_body("overloaded", "The queue of this engine is full; try again, or elsewhere."),
                 503,

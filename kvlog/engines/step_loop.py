@@ -5,6 +5,9 @@ for all of them, and only then are the new tokens told: who was fenced in the me
 request gives its place back at once, whatever the daemon does; what the ring did not take of it is written by one of a
 few closers, and where none is free its log ends at the cursor. Memory is bounded by `active_max` caches and one a
 closer; further requests wait in a queue of `queued_max`, and then are refused.
+
+What goes wrong for one request fails that request. What goes wrong with the loop itself fails them all, and `failure`
+says so from then on: nothing is taken any more that nobody would answer.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvlog.engines.generation import NewToken
-from kvlog.engines.jobs import Failed, Finished, Job, RunningJob
+from kvlog.engines.jobs import AnswerEvent, Failed, Finished, Job, RunningJob
 from kvlog.engines.kv_digests import digests_at
 from kvlog.engines.turn_state import TurnRequest
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvlog.engines.base import StepModel
+    from kvlog.engines.generation import FinishReason
     from kvlog.engines.replicator import Replicator
 
 __all__ = ["StepLoop", "StepLoopOptions"]
@@ -63,7 +67,7 @@ class StepLoop:
         self._queue: deque[Job] = deque()
         self._ready: list[RunningJob] = []
         self._places = 0
-        self._stopping = False
+        self._ending: Failed | None = None
         self._openers = ThreadPoolExecutor(options.active_max, "kvlog-open-turn")
         self._closers = ThreadPoolExecutor(_CLOSERS, "kvlog-close-turn")
         self._free_closers = threading.Semaphore(_CLOSERS)
@@ -79,28 +83,28 @@ class StepLoop:
         """Requests that wait for a place."""
         return len(self._queue)
 
+    @property
+    def failure(self) -> str | None:
+        """Why nothing is computed any more; None: all is well, or it was told to stop."""
+        ending = self._ending
+        return None if ending is None or ending is _STOPPING else ending.message
+
     def start(self) -> None:
         """Start to compute."""
         self._thread.start()
 
     def close(self) -> None:
         """Stop: running requests fail as `stopping`, and their turns end with the link."""
-        with self._changed:
-            self._stopping = True
-            waiting = [*self._queue]
-            self._queue.clear()
-            self._changed.notify_all()
-        for job in waiting:
-            job.sink(_STOPPING)
+        self._end_all(_STOPPING)
         if self._thread.is_alive():
             self._thread.join()
-        self._openers.shutdown(cancel_futures=True)
+        self._openers.shutdown()  # what waits for a thread is run, and told that it is over
         self._closers.shutdown()
 
     def submit(self, job: Job) -> bool:
-        """Take a job. Returns: False if everything is full, or stopping; try again later."""
+        """Take a job. Returns: False if everything is full, stopping or failed; try again later, or elsewhere."""
         with self._changed:
-            if self._stopping or len(self._queue) >= self._options.queued_max:
+            if self._ending is not None or len(self._queue) >= self._options.queued_max:
                 return False
             if self._places < self._options.active_max:
                 self._places += 1
@@ -118,21 +122,28 @@ class StepLoop:
 
     def _open(self, job: Job) -> None:
         """Open the turn and attach; on a thread of `_openers`."""
+        ending = self._ending
+        if ending is not None or job.cancelled:
+            if ending is not None:
+                _say(job, ending)
+            self._leave()
+            return
         try:
             running = self._opened(job)
         except Exception as error:  # noqa: BLE001  # a task's top: the request fails, the engine goes on
-            job.sink(_internal(error))
+            _say(job, _internal(error))
             self._leave()
             return
         if job.generation.finished is not None:
-            job.sink(Finished(job.generation.finished, running.details()))
+            _say(job, Finished(job.generation.finished, running.details()))
         elif not job.cancelled:
             with self._changed:
-                if not self._stopping:
+                ending = self._ending
+                if ending is None:
                     self._ready.append(running)
                     self._changed.notify_all()
                     return
-            job.sink(_STOPPING)
+            _say(job, ending)
         self._end(running)
 
     def _opened(self, job: Job) -> RunningJob:
@@ -189,33 +200,58 @@ class StepLoop:
     def _leave(self) -> None:
         """Give a place back."""
         with self._changed:
-            if self._queue and not self._stopping:
+            if self._queue and self._ending is None:
                 self._openers.submit(self._open, self._queue.popleft())
             else:
                 self._places -= 1
+
+    def _end_all(self, ending: Failed) -> None:
+        """Take nothing more, and tell those who wait for a place; the first ending stays."""
+        with self._changed:
+            self._ending = ending = self._ending or ending
+            waiting = [*self._queue]
+            self._queue.clear()
+            self._changed.notify_all()
+        for job in waiting:
+            _say(job, ending)
 
     # The computing thread.
 
     def _run(self) -> None:
         active: list[RunningJob] = []
-        while self._take_ready(active):
-            began = time.monotonic()
-            results = [(running, self._step(running)) for running in active]
-            self._replicator.after_step(
-                [(running.handle, running.cache, running.job.generation.tokens) for running in active]
-            )
-            active = [running for running, result in results if not self._tell(running, result)]
-            self._keep_pace(began)
+        try:
+            while self._take_ready(active):
+                self._round(active)
+        except Exception as error:  # noqa: BLE001  # the thread's top: nobody is left to compute
+            self._end_all(_internal(error))
+        with self._changed:
+            ending = self._ending or _STOPPING
+            active += self._ready
+            self._ready.clear()
         for running in active:
-            running.job.sink(_STOPPING)
+            _say(running.job, ending)
+        if ending is not _STOPPING:
+            self._replicator.close()  # its turns would stay open as long as this process stands there
+
+    def _round(self, active: list[RunningJob]) -> None:
+        """Compute, replicate, tell; who is over leaves the list."""
+        began = time.monotonic()
+        results = [(running, self._step(running)) for running in active]
+        self._replicator.after_step(
+            [(running.handle, running.cache, running.job.generation.tokens) for running in active]
+        )
+        for running, result in results:
+            if self._tell(running, result):
+                active.remove(running)
+        self._keep_pace(began)
 
     def _take_ready(self, active: list[RunningJob]) -> bool:
         """Wait until there is something to compute. Returns: False at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: active or self._ready or self._stopping)
+            self._changed.wait_for(lambda: active or self._ready or self._ending)
             active += self._ready
             self._ready.clear()
-            return not self._stopping
+            return self._ending is None
 
     def _step(self, running: RunningJob) -> NewToken | Failed | None:
         """Compute one piece. Returns: None while tokens that are known are still to be computed."""
@@ -236,14 +272,20 @@ class StepLoop:
         if isinstance(result, NewToken) and running.first_token_ms is None:
             running.first_token_ms = 1000 * (time.monotonic() - job.arrived)
         if result is not None and not job.cancelled:
-            job.sink(result)
+            _say(job, result)
         finish = result.finish if isinstance(result, NewToken) else None
         if finish is not None:
-            job.sink(Finished(finish, running.details(), self._digests(running)))
+            _say(job, self._finished(running, finish))
         over = finish is not None or isinstance(result, Failed) or job.cancelled
         if over:
             self._end(running)
         return over
+
+    def _finished(self, running: RunningJob, finish: FinishReason) -> Finished | Failed:
+        try:
+            return Finished(finish, running.details(), self._digests(running))
+        except Exception as error:  # noqa: BLE001  # a task's top: the request fails, the engine goes on
+            return _internal(error)
 
     def _digests(self, running: RunningJob) -> Mapping[int, list[str]] | None:
         """Of a finished answer's cache, where its sender asked: what was attached, all of it, and what it named."""
@@ -257,6 +299,14 @@ class StepLoop:
             left = began + 1 / self._options.steps_per_second - time.monotonic()
             if left > 0:
                 time.sleep(left)
+
+
+def _say(job: Job, told: AnswerEvent) -> None:
+    """Tell whoever sent the job; one who cannot be told has left."""
+    try:
+        job.sink(told)
+    except Exception:  # noqa: BLE001  # its sender's fault, and nobody else's
+        job.cancelled = True
 
 
 def _internal(error: Exception) -> Failed:

@@ -373,6 +373,18 @@ def test_http_attach_that_fails_leaves_no_turn_open(tmp_path, monkeypatch):
         wait_for(lambda: served.loop.active == 0)
 
 
+def test_http_engine_whose_loop_has_failed_says_so(tmp_path, monkeypatch):
+    """Health fails and requests are refused: nobody is accepted who would never be answered."""
+    with serving(tmp_path / "s") as served:
+        monkeypatch.setattr(StepLoop, "_keep_pace", None)
+        response = served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})
+        assert (500, "internal") == (response.status_code, response.json()["error"]["type"])
+        health = served.client.get("/health")
+        assert (503, "failed: ") == (health.status_code, health.json()["status"][:8])
+        response = served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})
+        assert (503, "failed") == (response.status_code, response.json()["error"]["type"])
+
+
 @contextmanager
 def process(path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """An engine process and its address."""

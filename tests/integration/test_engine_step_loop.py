@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from kvlog.engines.jobs import AnswerEvent, Failed, Finished, Job, JobSession
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.sampler import Sampler
 from kvlog.engines.step_loop import StepLoop, StepLoopOptions
-from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
+from kvlog.engines.synthetic import SyntheticCache, SyntheticModel, SyntheticOptions
 from kvlog.ids import SessionId, Shard
 from tests.integration.fake_daemon import FakeDaemon, Knobs
 
@@ -118,3 +119,99 @@ def test_loop_writes_what_a_finished_request_left_behind(tmp_path):
         wait_for(lambda: [turn.closed_at for turn in running.daemon.turns.values()] == [100])
         assert 100 == len(running.daemon.sessions["x" * 100].tokens)
         assert 0 == engine.replicator.counts.turns_cut
+
+
+def test_loop_whose_hook_fails_goes_on_without_the_log(tmp_path, monkeypatch):
+    """What goes wrong while rows are copied costs the link, is counted, and costs no answer."""
+    copy = SyntheticCache.copy_rows
+
+    def failing(self, start, out):
+        if start == 20:
+            raise MemoryError("too much")
+        copy(self, start, out)
+
+    monkeypatch.setattr(SyntheticCache, "copy_rows", failing)
+    with FakeDaemon.running(tmp_path / "s"), looping(tmp_path / "s") as engine:
+        asked = [ask(f"session number {k}", tokens=30) for k in range(3)]
+        engine.submit(*asked)
+        wait_for(lambda: all(one.end is not None for one in asked))
+        assert ([None] * 3, [31] * 3) == ([one.kind for one in asked], [len(one.told) for one in asked])
+        assert engine.replicator.counts.failures > 0
+        monkeypatch.undo()
+        wait_for(lambda: engine.replicator.connected)
+        engine.submit(after := ask("after", tokens=3))
+        wait_for(lambda: after.end is not None)
+        assert isinstance(after.end, Finished)
+        assert after.end.details.logged
+
+
+def test_loop_whose_digests_fail_fails_that_request(tmp_path, monkeypatch):
+    """A digest that cannot be made ends its own answer with a reason."""
+
+    def failing(*_):
+        raise MemoryError("too much")
+
+    monkeypatch.setattr("kvlog.engines.step_loop.digests_at", failing)
+    with looping(tmp_path / "s") as engine:
+        one, other = ask("one"), ask("other")
+        one.job.kv_digests = ()
+        engine.submit(one, other)
+        wait_for(lambda: one.end is not None and other.end is not None)
+        assert ("internal", None) == (one.kind, other.kind)
+        wait_for(lambda: engine.loop.active == 0)
+        assert engine.loop.failure is None
+
+
+def test_loop_that_fails_tells_everyone_and_takes_nothing_more(tmp_path, monkeypatch):
+    """The only computing thread does not end in silence: all jobs fail, further ones are refused, the turns end."""
+    with FakeDaemon.running(tmp_path / "s") as running, looping(tmp_path / "s", active_max=2) as engine:
+        asked = [ask(f"session {k}", tokens=100_000) for k in range(4)]
+        engine.submit(*asked)
+        wait_for(lambda: engine.loop.queued == 2 and all(one.told for one in asked[:2]))
+        monkeypatch.setattr(StepLoop, "_keep_pace", None)
+        wait_for(lambda: all(one.end is not None for one in asked))
+        assert ["internal"] * 4 == [one.kind for one in asked]
+        assert "TypeError" in (engine.loop.failure or "")
+        assert not engine.loop.submit(ask("late").job)
+        wait_for(lambda: running.daemon.causes)
+
+
+def test_loop_told_nothing_by_a_sink_that_raises_drops_its_request_only(tmp_path):
+    """A sender who cannot be told is a sender who has left."""
+    with looping(tmp_path / "s") as engine:
+
+        def broken(_: AnswerEvent) -> None:
+            raise RuntimeError
+
+        left, other = ask("left", tokens=100_000), ask("other")
+        left.job.sink = broken
+        engine.submit(left, other)
+        wait_for(lambda: other.end is not None and engine.loop.active == 0)
+        assert other.kind is None
+
+
+def test_loop_that_is_closed_tells_every_job_it_took(tmp_path):
+    """A job that waits for a thread, for the daemon or for a place when the engine stops is told so."""
+    knobs = Knobs(answer_after=0.3)
+    with FakeDaemon.running(tmp_path / "s", knobs), looping(tmp_path / "s", active_max=2) as engine:
+        asked = [ask(f"session {k}", tokens=100_000) for k in range(6)]
+        engine.submit(*asked)
+        engine.loop.close()
+        assert ["stopping"] * 6 == [one.kind for one in asked]
+
+
+def test_loop_that_is_closed_tells_a_job_that_waits_for_an_opener(tmp_path):
+    """Openers that never came to run are run, not dropped."""
+    with looping(tmp_path / "s", active_max=2) as engine:
+        gate = threading.Event()
+        openers = engine.loop._openers
+        for _ in range(2):
+            openers.submit(gate.wait, SECONDS)
+        waiting = ask("waiting", tokens=100_000)
+        engine.submit(waiting)
+        closing = threading.Thread(target=engine.loop.close)
+        closing.start()
+        wait_for(lambda: openers._shutdown)
+        gate.set()
+        closing.join(SECONDS)
+        assert "stopping" == waiting.kind
