@@ -65,12 +65,14 @@ class EngineLink:
             if welcome.pool_bytes:
                 opened.append(attach(pool_fd, writable=False, bytes_min=welcome.pool_bytes))
             return cls(client, (opened[0], opened[1] if welcome.pool_bytes else None), doorbell)
-        except DecodeError as error:
+        except BaseException as error:
             client.close()
             doorbell.close()
             for memory in opened:
                 memory.close()
-            raise LinkClosed(problem=f"the daemon's memory is refused: {error.problem}") from None
+            if isinstance(error, DecodeError):
+                raise LinkClosed(problem=f"the daemon's memory is refused: {error.problem}") from None
+            raise
         finally:
             os.close(ring_fd)
             os.close(pool_fd)

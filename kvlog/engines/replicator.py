@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 
 from kvlog.engines.engine_link import EngineLink
 from kvlog.engines.stepwrite import RowSource, StepBudget
-from kvlog.engines.turn_state import Logged, TurnState, Unlogged
+from kvlog.engines.turn_state import Closed, Logged, TurnState, Unlogged
 from kvlog.engines.turns import LoadCounts, TurnHandle
 from kvlog.errors import ConfigError, LinkClosed, LocalProtocolError
 from kvlog.ids import Position
 from kvlog.link.client import ClientOptions, LinkClient, connect
 from kvlog.link.messages import (
     PROTOCOL,
+    Acked,
     CloseTurn,
     Forget,
     Hello,
@@ -279,16 +280,25 @@ class Replicator:
     def _supervise(self) -> None:
         backoff = self._options.backoff_seconds_min
         while not self._stopping:
-            link = self._connect()
-            if link is None:
-                self._pause(backoff)
-                backoff = min(2 * backoff, self._options.backoff_seconds_max)
-                continue
-            began = time.monotonic()
-            self._serve(link)
-            if time.monotonic() - began >= _SHORT_LIFE_SECONDS:
+            try:
+                lived = self._attempt()
+            except Exception as error:  # noqa: BLE001  # the thread's top: an engine must not stay unlogged for good
+                self._failed(error)
+                lived = False
+            if lived:
                 backoff = self._options.backoff_seconds_min
             self._pause(backoff)
+            if not lived:
+                backoff = min(2 * backoff, self._options.backoff_seconds_max)
+
+    def _attempt(self) -> bool:
+        """Connect, and serve until the link has ended. Returns: whether it lived long enough to believe in the next."""
+        link = self._connect()
+        if link is None:
+            return False
+        began = time.monotonic()
+        self._serve(link)
+        return time.monotonic() - began >= _SHORT_LIFE_SECONDS
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -304,19 +314,29 @@ class Replicator:
         except (LinkClosed, ConfigError) as error:
             self.counts.refusal = str(error)
             return None
+        try:
+            link.client.start(self)
+        except RuntimeError:
+            link.close()
+            raise
         self.counts.refusal = ""
         self.counts.connects += 1
-        link.client.start(self)
         return link
 
     def _serve(self, link: EngineLink) -> None:
         """Look after the turns until the link has ended."""
         self._link = link
         self._linked.set()
-        while not self._stopping and not link.client.closed:
-            self._open_anew(link)
-            self._wake.wait(_IDLE_SECONDS)
-            self._wake.clear()
+        try:
+            while not self._stopping and not link.client.closed:
+                self._open_anew(link)
+                self._wake.wait(_IDLE_SECONDS)
+                self._wake.clear()
+        finally:
+            self._leave(link)
+
+    def _leave(self, link: EngineLink) -> None:
+        """Give a link up, and tell its turns."""
         link.client.close()
         link.client.join(
             _JOIN_SECONDS
@@ -354,6 +374,8 @@ class Replicator:
         wanted = turn.answered(attempt, link, answer, time.monotonic())
         if wanted and isinstance(answer, TurnOpened):
             link.turns[answer.turn] = turn
+            if isinstance(turn.phase, Closed):  # by its request, since the answer was taken: nobody else pops it
+                link.turns.pop(answer.turn, None)
             self.counts.turns_opened += 1
             if (
                 turn.attach is None or turn.attach.opened is not answer
@@ -370,6 +392,8 @@ class Replicator:
             return
         turn = link.turns.get(event.turn)
         if turn is not None:
+            if not isinstance(event, Acked):  # the daemon has no such turn any more
+                link.turns.pop(event.turn, None)
             turn.link_event(link, event, time.monotonic())
             self.counts.turns_fenced += isinstance(event, TurnFenced)
             self._wake.set()

@@ -205,16 +205,23 @@ class LinkClient:
         return self._queued_bytes < self._options.queue_bytes_max // 2
 
     def start(self, events: LinkEvents) -> None:
-        """Start both threads."""
+        """Start both threads; when the system has none to give, the link is over and the error goes on."""
         seconds = int(self._options.ping_seconds)
         microseconds = int(self._options.ping_seconds % 1 * 1_000_000)
         timeout = _TIMEVAL.pack(seconds, microseconds)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         reader = threading.Thread(target=self._read, args=(events,), name="kvlog-link-reader", daemon=True)
         sender = threading.Thread(target=self._send_all, name="kvlog-link-sender", daemon=True)
-        self._threads = (reader, sender)
         sender.start()
-        reader.start()  # last: when the link is dead already, the reader's end waits for the sender's
+        self._threads = (reader, sender)
+        try:
+            reader.start()  # last: when the link is dead already, the reader's end waits for the sender's
+        except RuntimeError:
+            self._threads = (sender,)
+            self.close("there is no thread to read it")
+            sender.join()
+            self._connection.close()
+            raise
 
     def send(self, message: FromEngine) -> None:
         """Queue a message; dropped when the link has ended. A full queue ends the link.

@@ -7,102 +7,30 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvlog.engines.replicator import Replicator, ReplicatorOptions
-from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
 from kvlog.engines.turn_state import TurnRequest
-from kvlog.ids import SessionId, Shard
-from kvlog.link.client import ClientOptions
+from kvlog.ids import SessionId
 from kvlog.link.messages import EndedReason, Rejected, RejectReason, UnloggedReason, unpack_tokens
 from tests.integration.fake_daemon import FakeDaemon, Knobs
+from tests.integration.one_request import (
+    MODEL,
+    ROW_BYTES,
+    SECONDS,
+    Engine,
+    S,
+    assert_logged,
+    linked,
+    replicating,
+    wait_for,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvlog.engines.turns import TurnHandle
-
-SECONDS = 5.0
-ROW_BYTES = 4096
-MODEL = SyntheticModel(SyntheticOptions(row_bytes=ROW_BYTES))
-S = SessionId("s")
-
-
-@contextmanager
-def replicating(path: Path, **options):
-    """A started replicator."""
-    client = ClientOptions(connect_seconds=0.5, ping_seconds=0.05, dead_seconds=0.3)
-    defaults = {"backoff_seconds_min": 0.01, "backoff_seconds_max": 0.05, "client": client}
-    replicator = Replicator(
-        ReplicatorOptions(socket=path, **{**defaults, **options}), MODEL.identity, Shard(0)
-    )
-    replicator.start()
-    try:
-        yield replicator
-    finally:
-        replicator.close()
-
-
-@contextmanager
-def linked(path: Path, knobs: Knobs | None = None, **options):
-    """A daemon and a replicator that has found it."""
-    with FakeDaemon.running(path, knobs) as running, replicating(path, **options) as replicator:
-        assert replicator.wait_connected(SECONDS)
-        yield running, replicator
-
-
-class Engine:
-    """One request, step by step."""
-
-    def __init__(
-        self, replicator: Replicator, session: SessionId = S, tokens: list[int] | None = None
-    ) -> None:
-        self.replicator = replicator
-        self.tokens = MODEL.encode("a prompt of twenty-odd bytes") if tokens is None else tokens
-        self.cache = MODEL.new_cache()
-        self.handle: TurnHandle = replicator.open_turn(TurnRequest(session=session), self.tokens)
-        self.loaded = self.handle.load_into(self.cache)
-
-    def compute(self) -> None:
-        """One step without its hook."""
-        logits = MODEL.forward(self.cache, self.tokens[self.cache.length :])
-        self.tokens.append(int(logits.argmax()))
-
-    def step(self, count: int = 1) -> None:
-        """Steps with their hooks."""
-        for _ in range(count):
-            self.compute()
-            self.replicator.after_step([(self.handle, self.cache, self.tokens)])
-
-    def close(self) -> None:
-        """The request is over."""
-        self.replicator.close_turn(self.handle, self.cache, self.tokens)
-
-    def rows(self) -> list[bytes]:
-        """All its rows."""
-        return [self.cache.view_row(position).tobytes() for position in range(self.cache.length)]
-
-
-def wait_for(condition: Callable[[], object], what: str = "it never came") -> None:
-    """Wait until it holds."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
-
-
-def assert_logged(daemon: FakeDaemon, engine: Engine, session: str = S) -> None:
-    """The daemon comes to have exactly the rows and ids of the engine's cache."""
-    length = engine.cache.length
-    wait_for(
-        lambda: len(daemon.sessions[session].tokens) >= length, f"{len(daemon.sessions[session].tokens)} rows"
-    )
-    assert engine.tokens[:length] == daemon.sessions[session].tokens
-    assert engine.rows() == daemon.sessions[session].rows
+    from kvlog.engines.replicator import Replicator
 
 
 def test_replicator_without_a_daemon_serves_unlogged_at_once(tmp_path):
@@ -402,6 +330,11 @@ def start_daemon(path: Path, **knobs) -> subprocess.Popen[bytes]:
     return process
 
 
+def has_connected_again(replicator: Replicator, connects: int) -> bool:
+    """Since it had connected so often."""
+    return replicator.counts.connects > connects
+
+
 def end(process: subprocess.Popen[bytes], how: int) -> None:
     """End a process of ours."""
     process.send_signal(how)
@@ -430,7 +363,9 @@ def test_replicator_daemon_killed_again_and_again_under_load_costs_no_request(tm
                     end(daemon, signal.SIGKILL)
                     killed += 1
                 if round_ % 5 == 4 and step == 0 and daemon.returncode is not None:
+                    connects = replicator.counts.connects
                     daemon = start_daemon(path)
+                    wait_for(partial(has_connected_again, replicator, connects))
                 for engine in engines:
                     engine.compute()
                 began = time.perf_counter()
