@@ -78,6 +78,16 @@ def test_end_of_many_unknown_sessions_claims_no_more_than_the_bound(a: Machine) 
     assert a.core.takeovers_in_flight == TINY.takeovers_in_flight
 
 
+def test_session_being_claimed_is_named_until_it_is_owned(a: Machine) -> None:
+    """So that nobody takes its bytes away meanwhile."""
+    a.open(1, 2)
+    assert a.core.sessions_being_claimed == {"s"}
+    a.answer()
+    a.land()
+    a.read()
+    assert a.core.sessions_being_claimed == frozenset()
+
+
 def test_end_of_a_session_while_stopping_claims_nothing(a: Machine) -> None:
     """A node that stops takes nothing over, not even to end it."""
     a.step(Stop())
