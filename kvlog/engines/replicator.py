@@ -374,7 +374,9 @@ class Replicator:
         wanted = turn.answered(attempt, link, answer, time.monotonic())
         if wanted and isinstance(answer, TurnOpened):
             link.turns[answer.turn] = turn
-            if isinstance(turn.phase, Closed):  # by its request, since the answer was taken: nobody else pops it
+            if isinstance(
+                turn.phase, Closed
+            ):  # by its request, since the answer was taken: nobody else pops it
                 link.turns.pop(answer.turn, None)
             self.counts.turns_opened += 1
             if (

@@ -192,9 +192,9 @@ class StepLoop:
             self._free_closers.release()
 
     def _close(self, running: RunningJob, until: float) -> None:
-        session = running.job.session
-        self._replicator.close_turn(running.handle, running.cache, running.job.generation.tokens, until=until)
-        if not session.named and not running.handle.fenced.is_set():
+        session, handle = running.job.session, running.handle
+        self._replicator.close_turn(handle, running.cache, running.job.generation.tokens, until=until)
+        if not session.named and handle.was_logged and not handle.fenced.is_set():
             self._replicator.forget(session.session)
 
     def _leave(self) -> None:

@@ -57,6 +57,11 @@ class TurnHandle:
         return isinstance(self.turn.phase, Logged)
 
     @property
+    def was_logged(self) -> bool:
+        """Rows went to the log at some time: the log may hold something of the session."""
+        return self.turn.epoch > 0
+
+    @property
     def reason(self) -> UnloggedReason | EndedReason | None:
         """Why they do not; None if they do."""
         return self.turn.reason

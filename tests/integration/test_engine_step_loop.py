@@ -16,6 +16,7 @@ from kvlog.engines.sampler import Sampler
 from kvlog.engines.step_loop import StepLoop, StepLoopOptions
 from kvlog.engines.synthetic import SyntheticCache, SyntheticModel, SyntheticOptions
 from kvlog.ids import SessionId, Shard
+from kvlog.link.messages import UnloggedReason
 from tests.integration.fake_daemon import FakeDaemon, Knobs
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class Asked:
     def end(self) -> AnswerEvent | None:
         """Finished or Failed; None while it goes on."""
         return self.told[-1] if self.told and isinstance(self.told[-1], Finished | Failed) else None
+
+    def has_ended(self) -> bool:
+        """Nothing more is told."""
+        return self.end is not None
 
     @property
     def kind(self) -> str | None:
@@ -119,6 +124,18 @@ def test_loop_writes_what_a_finished_request_left_behind(tmp_path):
         wait_for(lambda: [turn.closed_at for turn in running.daemon.turns.values()] == [100])
         assert 100 == len(running.daemon.sessions["x" * 100].tokens)
         assert 0 == engine.replicator.counts.turns_cut
+
+
+def test_loop_forgets_only_what_the_log_may_hold(tmp_path):
+    """Under overload the daemon is not asked to claim sessions, one by one, only to end them."""
+    knobs = Knobs(refuse=UnloggedReason.LOG_UNAVAILABLE)
+    with FakeDaemon.running(tmp_path / "s", knobs) as running, looping(tmp_path / "s") as engine:
+        for refuse in (UnloggedReason.LOG_UNAVAILABLE, None):
+            knobs.refuse = refuse
+            engine.submit(asked := ask(f"refused: {refuse}", named=False))
+            wait_for(asked.has_ended)
+        wait_for(lambda: running.daemon.forgotten)
+        assert ["refused: None"] == running.daemon.forgotten
 
 
 def test_loop_whose_hook_fails_goes_on_without_the_log(tmp_path, monkeypatch):
