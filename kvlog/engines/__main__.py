@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from kvlog.engines.acked_gate import AckedOptions, Late
+from kvlog.engines.http_body import ACKED_SECONDS_MAX
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.server import EngineServer
 from kvlog.engines.step_loop import StepLoop, StepLoopOptions
@@ -60,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not replicator.wait_connected(_LINK_WAIT_SECONDS):
             print(f"no daemon yet, going on without: {replicator.counts.refusal}", file=sys.stderr)
     loop.start()
-    _serve(EngineServer(model, loop, replicator), listener)
+    acked = AckedOptions(seconds=args.acked_seconds, late=Late(args.acked_late))
+    _serve(EngineServer(model, loop, replicator, acked), listener)
     loop.close()
     if args.link:
         replicator.close()
@@ -98,6 +101,13 @@ def _model(args: argparse.Namespace) -> StepModel:
     return TransformersModel.load(folder.path, dtype=DType(args.dtype), threads=args.threads)
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= ACKED_SECONDS_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not over 0 and at most {ACKED_SECONDS_MAX:g}")
+    return seconds
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvlog.engines", description=__doc__)
     engines = parser.add_subparsers(dest="engine", required=True)
@@ -127,6 +137,18 @@ def _parser() -> argparse.ArgumentParser:
         engine.add_argument("--queue", type=int, default=64, help="requests that wait; more get 503 (64)")
         engine.add_argument(
             "--claim-seconds", type=float, default=1.0, help="a request waits for its claim (1.0)"
+        )
+        engine.add_argument(
+            "--acked-seconds",
+            type=_seconds,
+            default=2.0,
+            help="acked: a token is held for so long at most (2.0)",
+        )
+        engine.add_argument(
+            "--acked-late",
+            choices=list(Late),
+            default=Late.DEGRADE,
+            help="acked: what is late does (degrade)",
         )
     return parser
 

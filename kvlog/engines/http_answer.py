@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvlog.engines.acked_gate import AckedGate
     from kvlog.engines.generation import FinishReason, NewToken
     from kvlog.engines.jobs import Failed, Finished
 
@@ -39,6 +40,7 @@ class AnswerFormat:
         with_ids: token ids in each chunk.
         prompt_tokens: for `usage`.
         resumed_tokens: of the answer, computed elsewhere; for `usage`.
+        acked: what held the answer's tokens; None: nothing did.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class AnswerFormat:
     with_ids: bool
     prompt_tokens: int
     resumed_tokens: int
+    acked: AckedGate | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def opening(self) -> JSON | None:
@@ -94,7 +97,9 @@ class AnswerFormat:
                 "completion_tokens": completion,
                 "total_tokens": self.prompt_tokens + completion,
             },
-            "kvlog": asdict(finished.details) | ({} if digests is None else {"kv_digests": digests}),
+            "kvlog": asdict(finished.details)
+            | ({} if digests is None else {"kv_digests": digests})
+            | ({} if self.acked is None else _acked(self.acked)),
         }
 
 
@@ -111,6 +116,10 @@ class WholeAnswer:
         self.tokens.append(new.token)
 
 
+def _acked(gate: AckedGate) -> JSON:
+    return {"acked": "held" if gate.late is None else "degraded", "acked_reason": gate.late}
+
+
 def failure_status(failed: Failed) -> int:
     """The HTTP status of an answer that failed before anything was sent."""
-    return {"fenced": 409, "stopping": 503}.get(failed.kind, 500)
+    return {"fenced": 409, "stopping": 503, "not_acked": 503}.get(failed.kind, 500)

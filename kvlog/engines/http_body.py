@@ -20,10 +20,13 @@ from kvlog.modes import SyncMode, parse_sync_mode
 if TYPE_CHECKING:
     from kvlog.engines.base import StepModel
 
-__all__ = ["BODY_BYTES_MAX", "Call", "parse_call", "sentence"]
+__all__ = ["ACKED_SECONDS_MAX", "BODY_BYTES_MAX", "Call", "parse_call", "sentence"]
 
 BODY_BYTES_MAX = 32 << 20
 """A prompt of a million token ids is about 7 MB of JSON."""
+
+ACKED_SECONDS_MAX = 600.0
+"""A token is never held for longer: who wants to wait for a log that is away for so long can ask again."""
 
 MAX_TOKENS_DEFAULT = 256
 _STOPS_MAX = 16
@@ -63,6 +66,8 @@ class Call:
         return_token_ids: token ids in each chunk.
         kv_digests: lengths whose rows are to be digested at the end; None: not asked.
         take_over: the answer was begun elsewhere, so take its session even from a node that is busy with it.
+        acked: show a token only when the log holds what it was drawn from.
+        acked_seconds: how long a token is held; None: the engine's setting.
     """
 
     request: GenerationRequest
@@ -72,6 +77,8 @@ class Call:
     return_token_ids: bool
     kv_digests: tuple[int, ...] | None
     take_over: bool
+    acked: bool
+    acked_seconds: float | None
 
 
 def parse_call(data: bytes, model: StepModel, *, chat: bool, session_header: str | None) -> Call:
@@ -113,6 +120,8 @@ def parse_call(data: bytes, model: StepModel, *, chat: bool, session_header: str
         return_token_ids=fields.flag("return_token_ids"),
         kv_digests=_kv_digests(fields),
         take_over=bool(resume) or fields.flag("take_over"),
+        acked=fields.flag("acked"),
+        acked_seconds=_acked_seconds(fields),
     )
 
 
@@ -260,6 +269,15 @@ def _kv_digests(fields: _Fields) -> tuple[int, ...] | None:
     if not isinstance(lengths, list) or not whole or len(lengths) > _DIGESTS_MAX:
         raise _wrong("kv_digests", f"it is not a list of at most {_DIGESTS_MAX} numbers of positions")
     return tuple(lengths)
+
+
+def _acked_seconds(fields: _Fields) -> float | None:
+    if not fields.has("acked_seconds"):
+        return None
+    seconds = fields.number("acked_seconds", 0.0)
+    if not 0 < seconds <= ACKED_SECONDS_MAX:
+        raise _wrong("acked_seconds", f"it is not over 0 and at most {ACKED_SECONDS_MAX:g}")
+    return seconds
 
 
 def _mode(fields: _Fields) -> SyncMode | None:

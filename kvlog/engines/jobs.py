@@ -11,13 +11,14 @@ from kvlog.engines.generation import NewToken
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kvlog.engines.acked_gate import AckedGate
     from kvlog.engines.base import RowCache
     from kvlog.engines.generation import FinishReason, Generation
     from kvlog.engines.turns import TurnHandle
     from kvlog.ids import SessionId
     from kvlog.modes import SyncMode
 
-__all__ = ["AnswerDetails", "AnswerEvent", "Failed", "Finished", "Job", "JobSession", "RunningJob"]
+__all__ = ["FENCED", "AnswerDetails", "AnswerEvent", "Failed", "Finished", "Job", "JobSession", "RunningJob"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,13 @@ class AnswerDetails:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer is complete. `kv_digests`: of its cache, by length, one a layer; None: nobody asked."""
+    """The answer is complete.
+
+    Args:
+        finish: why.
+        details: how it came about.
+        kv_digests: of its cache, by length, one a layer; None: nobody asked.
+    """
 
     finish: FinishReason
     details: AnswerDetails
@@ -73,11 +80,13 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The answer is not complete and goes on elsewhere or not at all. `kind`: fenced, stopping, internal."""
+    """The answer is not complete and goes on elsewhere or not at all. `kind`: fenced, stopping, internal, not_acked."""
 
     kind: str
     message: str
 
+
+FENCED = Failed("fenced", "Another node has taken this session over; the answer goes on there.")
 
 AnswerEvent = NewToken | Finished | Failed
 
@@ -92,6 +101,8 @@ class Job:
         sink: gets the answer, event by event, ending with Finished or Failed; called from several threads, one at a
             time; must neither block nor raise.
         kv_digests: lengths of the cache whose rows are to be digested at the end; None: not asked.
+        acked: holds the answer's tokens until the log has them; None: nobody does.
+        handle: its turn; there before anything of the answer is told.
         cancelled: nobody wants the answer any more; set by anyone.
     """
 
@@ -99,6 +110,8 @@ class Job:
     session: JobSession
     sink: Callable[[AnswerEvent], None]
     kv_digests: tuple[int, ...] | None = None
+    acked: AckedGate | None = None
+    handle: TurnHandle | None = None
     cancelled: bool = False
     arrived: float = field(default_factory=time.monotonic)
 
@@ -116,6 +129,7 @@ class RunningJob:
     known: int
     log_from: int | None
     first_token_ms: float | None = None
+    finished_at: float = 0.0
 
     def details(self) -> AnswerDetails:
         """What can be said of it now."""

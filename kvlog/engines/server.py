@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvlog.engines.acked_gate import AckedGate, AckedOptions
+from kvlog.engines.acked_output import AckedOutput
 from kvlog.engines.generation import Generation, NewToken
 from kvlog.engines.http_answer import DONE, AnswerFormat, WholeAnswer, error_body, event, failure_status
 from kvlog.engines.http_body import BODY_BYTES_MAX, Call, parse_call, sentence
@@ -42,20 +45,30 @@ _CLIENT_LEFT = 499
 
 @dataclass(frozen=True, slots=True)
 class _Answering:
-    """One request on its way: where its events come in, and how they go out."""
+    """One request on its way: where its events come in, with the time of each, and how they go out."""
 
     job: Job
-    events: asyncio.Queue[AnswerEvent]
+    events: asyncio.Queue[tuple[float, AnswerEvent]]
     shape: AnswerFormat
 
 
 class EngineServer:
-    """Makes the ASGI application; model, loop and replicator are started and closed by whoever made them."""
+    """Makes the ASGI application; model, loop and replicator are started and closed by whoever made them.
 
-    def __init__(self, model: StepModel, loop: StepLoop, replicator: Replicator) -> None:
+    Args:
+        model: for token ids, text and limits.
+        loop: what computes.
+        replicator: for `/health`.
+        acked: for requests in `acked` mode that say nothing else.
+    """
+
+    def __init__(
+        self, model: StepModel, loop: StepLoop, replicator: Replicator, acked: AckedOptions | None = None
+    ) -> None:
         self._model = model
         self._loop = loop
         self._replicator = replicator
+        self._acked = acked or AckedOptions()
 
     def app(self) -> Starlette:
         """The application."""
@@ -118,6 +131,10 @@ class EngineServer:
     def _answering(self, call: Call, *, chat: bool) -> _Answering:
         request_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         generation = Generation(call.request, self._model)
+        gate = None
+        if call.acked:
+            options = replace(self._acked, seconds=call.acked_seconds or self._acked.seconds)
+            gate = AckedGate(options, len(generation.tokens))
         shape = AnswerFormat(
             request_id,
             self._model.name,
@@ -125,20 +142,20 @@ class EngineServer:
             call.return_token_ids,
             prompt_tokens=len(call.request.prompt),
             resumed_tokens=generation.answer_tokens,
+            acked=gate,
         )
-        events: asyncio.Queue[AnswerEvent] = (
-            asyncio.Queue()
-        )  # an answer's events: its tokens, bounded by max_tokens
+        # An answer's events: its tokens, bounded by max_tokens.
+        events: asyncio.Queue[tuple[float, AnswerEvent]] = asyncio.Queue()
         running = asyncio.get_running_loop()
 
         def sink(told: AnswerEvent) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop has ended before the step loop
-                running.call_soon_threadsafe(events.put_nowait, told)
+                running.call_soon_threadsafe(events.put_nowait, (time.monotonic(), told))
 
         session = JobSession(
             call.session or SessionId(request_id), call.session is not None, call.mode, call.take_over
         )
-        return _Answering(Job(generation, session, sink, call.kv_digests), events, shape)
+        return _Answering(Job(generation, session, sink, call.kv_digests, gate), events, shape)
 
     async def _stream(self, answering: _Answering) -> AsyncIterator[bytes]:
         """Events until the end; a client that leaves cancels the job."""
@@ -146,8 +163,7 @@ class EngineServer:
         try:
             if (opening := shape.opening()) is not None:
                 yield event(opening)
-            while True:
-                told = await answering.events.get()
+            async for told in _told(answering):
                 match told:
                     case NewToken():
                         tokens += 1
@@ -177,8 +193,7 @@ class EngineServer:
 
     async def _collect(self, answering: _Answering) -> Response:
         answer = WholeAnswer()
-        while True:
-            told = await answering.events.get()
+        async for told in _told(answering):
             match told:
                 case NewToken():
                     answer.add(told)
@@ -186,6 +201,22 @@ class EngineServer:
                     return JSONResponse(error_body(told.kind, told.message), failure_status(told))
                 case Finished():
                     return JSONResponse(answering.shape.whole(answer, told))
+        raise AssertionError("an answer ends with Finished or Failed")
+
+
+async def _told(answering: _Answering) -> AsyncIterator[AnswerEvent]:
+    """An answer's events, each when it may be shown; the last one is Finished or Failed."""
+    job, held = answering.job, None
+    while True:
+        at, told = await answering.events.get()
+        if isinstance(told, NewToken) and job.acked is not None:
+            if held is None:
+                assert job.handle is not None, "a turn is opened before its first token"
+                held = AckedOutput(job.acked, job.handle)
+            told = await held.wait(at) or told
+        yield told
+        if not isinstance(told, NewToken):
+            return
 
 
 async def _body(request: Request) -> bytes | None:

@@ -3,8 +3,9 @@
 A round gives each active request one step (a piece of its prefill, or one token), then the replicator one `after_step`
 for all of them, and only then are the new tokens told: who was fenced in the meantime says nothing more. A finished
 request gives its place back at once, whatever the daemon does; what the ring did not take of it is written by one of a
-few closers, and where none is free its log ends at the cursor. Memory is bounded by `active_max` caches and one a
-closer; further requests wait in a queue of `queued_max`, and then are refused.
+few closers, and where none is free its log ends at the cursor. A finished `acked` request keeps its cache, not its
+place, until the log has its rows or they are late. Memory is bounded by twice `active_max` caches and one a closer;
+further requests wait in a queue of `queued_max`, and then are refused.
 
 What goes wrong for one request fails that request. What goes wrong with the loop itself fails them all, and `failure`
 says so from then on: nothing is taken any more that nobody would answer.
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvlog.engines.generation import NewToken
-from kvlog.engines.jobs import AnswerEvent, Failed, Finished, Job, RunningJob
+from kvlog.engines.jobs import FENCED, AnswerEvent, Failed, Finished, Job, RunningJob
 from kvlog.engines.kv_digests import digests_at
 from kvlog.engines.turn_state import TurnRequest
 
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = ["StepLoop", "StepLoopOptions"]
 
-_FENCED = Failed("fenced", "Another node has taken this session over; the answer goes on there.")
 _STOPPING = Failed("stopping", "This engine is stopping.")
 _CLOSERS = 8
 """Threads that write what finished requests left behind; each holds a cache, for `close_seconds` at most."""
+
+_ACKED_POLL_SECONDS = 0.005
+"""With nothing to compute, finished `acked` requests are looked after so often; an acknowledgement takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,7 @@ class StepLoop:
         self._openers = ThreadPoolExecutor(options.active_max, "kvlog-open-turn")
         self._closers = ThreadPoolExecutor(_CLOSERS, "kvlog-close-turn")
         self._free_closers = threading.Semaphore(_CLOSERS)
+        self._held: list[RunningJob] = []
         self._thread = threading.Thread(target=self._run, name="kvlog-step-loop", daemon=True)
 
     @property
@@ -156,7 +160,7 @@ class StepLoop:
             wait_seconds=self._options.wait_seconds,
             take_over=session.take_over,
         )
-        handle = self._replicator.open_turn(request, generation.tokens)
+        job.handle = handle = self._replicator.open_turn(request, generation.tokens)
         opened = time.monotonic()
         try:
             attached = handle.load_into(cache)
@@ -175,9 +179,15 @@ class StepLoop:
         )
 
     def _end(self, running: RunningJob) -> None:
-        """Give the place to the next, and close the turn: now, or where rows are behind and a closer is free, soon."""
-        now = time.monotonic()
+        """Give the place to the next, and close the turn."""
         self._leave()
+        self._end_turn(running)
+
+    def _end_turn(self, running: RunningJob) -> None:
+        """Close the turn: now, or where rows are behind and a closer is free, soon."""
+        now = time.monotonic()
+        if running.job.acked is not None:
+            running.job.acked.give_up("ended")
         behind = running.handle.may_write_more(running.cache)
         if behind and self._free_closers.acquire(blocking=False):
             self._closers.submit(self._catch_up, running, now + self._replicator.close_seconds)
@@ -230,6 +240,9 @@ class StepLoop:
             self._ready.clear()
         for running in active:
             _say(running.job, ending)
+        for running in self._held:
+            assert running.job.acked is not None, "it is held"
+            running.job.acked.give_up(ending.kind)  # and woken when the link ends
         if ending is not _STOPPING:
             self._replicator.close()  # its turns would stay open as long as this process stands there
 
@@ -238,17 +251,21 @@ class StepLoop:
         began = time.monotonic()
         results = [(running, self._step(running)) for running in active]
         self._replicator.after_step(
-            [(running.handle, running.cache, running.job.generation.tokens) for running in active]
+            [(each.handle, each.cache, each.job.generation.tokens) for each in (*active, *self._held)]
         )
         for running, result in results:
             if self._tell(running, result):
                 active.remove(running)
+        for running in [each for each in self._held if not self._is_held(each)]:
+            self._held.remove(running)
+            self._end_turn(running)
         self._keep_pace(began)
 
     def _take_ready(self, active: list[RunningJob]) -> bool:
         """Wait until there is something to compute. Returns: False at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: active or self._ready or self._ending)
+            timeout = _ACKED_POLL_SECONDS if self._held else None
+            self._changed.wait_for(lambda: active or self._ready or self._ending, timeout)
             active += self._ready
             self._ready.clear()
             return self._ending is None
@@ -268,7 +285,7 @@ class StepLoop:
         """Tell what is new. Returns: whether the request is over."""
         job = running.job
         if running.handle.fenced.is_set() and not isinstance(result, Failed):
-            result = _FENCED
+            result = FENCED
         if isinstance(result, NewToken) and running.first_token_ms is None:
             running.first_token_ms = 1000 * (time.monotonic() - job.arrived)
         if result is not None and not job.cancelled:
@@ -277,9 +294,35 @@ class StepLoop:
         if finish is not None:
             _say(job, self._finished(running, finish))
         over = finish is not None or isinstance(result, Failed) or job.cancelled
-        if over:
+        if over and finish is not None and self._hold(running):
+            self._leave()
+        elif over:
             self._end(running)
         return over
+
+    def _hold(self, running: RunningJob) -> bool:
+        """Keep the turn of a finished `acked` request open until the log has it. Returns: whether it needs that."""
+        gate = running.job.acked
+        running.finished_at = time.monotonic()
+        if gate is None or not self._is_held(running):
+            return False
+        if len(self._held) >= self._options.active_max:
+            gate.give_up("overloaded")
+            return False
+        self._held.append(running)
+        return True
+
+    def _is_held(self, running: RunningJob) -> bool:
+        """Somebody waits for the log, and it may still come."""
+        job, handle = running.job, running.handle
+        if job.acked is None or job.cancelled or job.acked.late is not None or handle.fenced.is_set():
+            return False
+        if handle.acked_length >= running.cache.length:
+            return False
+        late = job.acked.hopeless(handle, running.finished_at, time.monotonic())
+        if late is not None:
+            job.acked.give_up(late)
+        return late is None
 
     def _finished(self, running: RunningJob, finish: FinishReason) -> Finished | Failed:
         try:

@@ -36,7 +36,7 @@ from kvlog.link.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvlog.engines.engine_link import EngineLink
     from kvlog.errors import LinkClosed
@@ -110,6 +110,8 @@ class TurnState:
     Args:
         request: what to ask for.
         tokens: ids so far; the engine's own growing list is taken, and replaced by `follow`.
+
+    `watcher`, once it is set, is called at every change, under the lock: it must neither block nor raise nor call back.
     """
 
     def __init__(self, request: TurnRequest, tokens: Sequence[int]) -> None:
@@ -122,6 +124,7 @@ class TurnState:
         self._may_attach = True
         self.fenced = threading.Event()
         self._changed = threading.Condition()
+        self.watcher: Callable[[], None] | None = None
         self._attempts = 0
         self._refusals = 0
 
@@ -168,7 +171,7 @@ class TurnState:
                 self._refuse(answer.reason, now)
             else:
                 self.phase = Unlogged(UnloggedReason.NO_LINK, again_at=now)
-            self._changed.notify_all()
+            self._told()
             return True
 
     def unanswered(self, now: float) -> None:
@@ -176,21 +179,21 @@ class TurnState:
         with self._changed:
             if isinstance(self.phase, Asking) and now >= self.phase.give_up_at:
                 self._refuse(UnloggedReason.NO_ANSWER, now)
-                self._changed.notify_all()
+                self._told()
 
     def refuse(self, reason: UnloggedReason, now: float) -> None:
         """It cannot even be asked for."""
         with self._changed:
             if not isinstance(self.phase, Closed):
                 self._refuse(reason, now)
-                self._changed.notify_all()
+                self._told()
 
     def link_lost(self, link: EngineLink, now: float) -> None:
         """The link that it was logged over has ended."""
         with self._changed:
             if isinstance(self.phase, Logged) and self.phase.link is link:
                 self.phase = Unlogged(UnloggedReason.NO_LINK, again_at=now)
-                self._changed.notify_all()
+                self._told()
 
     def link_event(self, link: EngineLink, event: LinkEvent, now: float) -> None:
         """The daemon says something of the turn; what is said of an older turn of this request is dropped."""
@@ -206,13 +209,13 @@ class TurnState:
                 case TurnEnded():
                     again_at = now if event.reason.passes else float("inf")
                     self.phase = Unlogged(event.reason, again_at)
-            self._changed.notify_all()
+            self._told()
 
     def close(self) -> Logged | None:
         """End it for good. Returns: what has to be closed at the daemon, if anything."""
         with self._changed:
             phase, self.phase = self.phase, Closed()
-            self._changed.notify_all()
+            self._told()
         return phase if isinstance(phase, Logged) else None
 
     def follow(self, tokens: Sequence[int]) -> Phase:
@@ -237,8 +240,15 @@ class TurnState:
         with self._changed:
             self._changed.wait_for(lambda: not isinstance(self.phase, Asking), timeout_seconds)
 
+    def _told(self) -> None:
+        self._changed.notify_all()
+        watcher = self.watcher
+        if watcher is not None:
+            watcher()
+
     def _open(self, link: EngineLink, opened: TurnOpened) -> None:
         self.epoch = max(self.epoch, opened.epoch)
+        self.acked_length = opened.log_from  # also less than before: what is behind it is written anew
         self._refusals = 0
         cursor = LogCursor(opened.turn, opened.epoch, session_hash(self.request.session), opened.log_from)
         self.phase = Logged(link, cursor, opened)

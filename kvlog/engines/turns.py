@@ -12,6 +12,7 @@ from kvlog.link.messages import Release
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable
 
     from kvlog.engines.base import RowCache
     from kvlog.engines.turn_state import TurnState
@@ -89,6 +90,10 @@ class TurnHandle:
     def acked_length(self) -> Position:
         """The log holds the rows below, as far as the daemon has said."""
         return self.turn.acked_length
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call it whenever this handle may say something else, from any thread: it must neither block nor raise."""
+        self.turn.watcher = watcher
 
     @property
     def fenced(self) -> threading.Event:

@@ -2,122 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-import uvicorn
 
-from kvlog.engines.replicator import Replicator, ReplicatorOptions
-from kvlog.engines.server import EngineServer
-from kvlog.engines.step_loop import StepLoop, StepLoopOptions
-from kvlog.engines.synthetic import SyntheticCache, SyntheticModel, SyntheticOptions
-from kvlog.ids import Shard
+from kvlog.engines.step_loop import StepLoop
+from kvlog.engines.synthetic import SyntheticCache, SyntheticModel
 from kvlog.link.messages import UnloggedReason
 from tests.integration.fake_daemon import FakeDaemon, Knobs
+from tests.integration.served_engine import (
+    PROMPT,
+    SECONDS,
+    complete,
+    events,
+    ids,
+    serving,
+    streamed,
+    text,
+    wait_for,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
-
-SECONDS = 10.0
-MODEL = SyntheticModel(SyntheticOptions(row_bytes=1024))
-PROMPT = "once upon a time"
-
-
-@dataclass
-class Served:
-    """An engine that listens."""
-
-    client: httpx.Client
-    replicator: Replicator
-    loop: StepLoop
-
-
-@contextmanager
-def serving(path: Path, **options) -> Iterator[Served]:
-    """An engine in this process, on a free port of 127.0.0.1."""
-    replicator = Replicator(ReplicatorOptions(socket=path, close_seconds=0.2), MODEL.identity, Shard(0))
-    loop = StepLoop(MODEL, replicator, StepLoopOptions(**options))
-    config = uvicorn.Config(
-        EngineServer(MODEL, loop, replicator).app(),
-        "127.0.0.1",
-        0,
-        log_level="warning",
-        lifespan="off",
-        ws="none",
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    replicator.start()
-    replicator.wait_connected(1.0)
-    loop.start()
-    thread.start()
-    wait_for(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS) as client:
-            yield Served(client, replicator, loop)
-    finally:
-        server.should_exit = True
-        thread.join(SECONDS)
-        loop.close()
-        replicator.close()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    """Wait until it holds."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
-
-
-def complete(client: httpx.Client, **body) -> Any:
-    """One answer, not streamed."""
-    response = client.post("/v1/completions", json={"prompt": PROMPT, "return_token_ids": True, **body})
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def events(response: httpx.Response) -> Iterator[dict]:
-    """The events of a stream; the last one, [DONE], must come unless there was an error."""
-    for line in response.iter_lines():
-        if line == "data: [DONE]":
-            return
-        if line:
-            event = json.loads(line.removeprefix("data: "))
-            yield event
-            if "error" in event:
-                return
-    pytest.fail("the stream ended without [DONE]")
-
-
-def streamed(client: httpx.Client, **body) -> list[dict]:
-    """All events of one streamed answer."""
-    body = {"prompt": PROMPT, "return_token_ids": True, "stream": True, **body}
-    with client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        return list(events(response))
-
-
-def ids(chunks: list[dict]) -> list[int]:
-    """Token ids of a stream."""
-    return [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])]
-
-
-def text(chunks: list[dict]) -> str:
-    """Text of a stream."""
-    return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
 @pytest.fixture(scope="module")

@@ -180,3 +180,11 @@ def test_body_takes_over_when_it_resumes_or_says_so():
     assert parse(prompt="hi", resume_token_ids=[5]).take_over
     assert parse(prompt="hi", take_over=True).take_over
     assert "take_over: it is neither true nor false." == refusal(prompt="hi", take_over=1)
+
+
+def test_body_acked_seconds_are_a_time():
+    """A deadline of never, or of a week, is refused by name."""
+    assert (False, None) == (parse(prompt="hi").acked, parse(prompt="hi").acked_seconds)
+    assert 0.5 == parse(prompt="hi", acked=True, acked_seconds=0.5).acked_seconds
+    for wrong in (0, -1, 601, "1", True):
+        assert refusal(prompt="hi", acked_seconds=wrong).startswith("acked_seconds: ")

@@ -201,6 +201,25 @@ def test_turn_acknowledged_only_grows():
     assert Position(9) == turn.acked_length
 
 
+def test_turn_opened_anew_is_acknowledged_as_far_as_the_log_goes_then():
+    """Rows below log_from are in the log; those above are written anew, whatever was acknowledged before."""
+    turn = logged()
+    assert Position(5) == turn.acked_length
+    turn.link_event(LINK, Acked(Turn(8), Position(9)), 1.0)
+    turn.link_lost(LINK, 2.0)
+    turn.answered(asking(turn, 2.0), LINK, replace(OPENED, log_from=Position(0)), 2.0)
+    assert Position(0) == turn.acked_length
+
+
+def test_turn_watcher_is_called_at_every_change():
+    """Whoever waits without a thread is woken by acknowledgements, ends and losses."""
+    turn, calls = logged(), []
+    turn.watcher = lambda: calls.append(turn.acked_length)
+    turn.link_event(LINK, Acked(Turn(8), Position(9)), 1.0)
+    turn.link_lost(LINK, 2.0)
+    assert [9, 9] == calls
+
+
 def test_turn_events_of_another_turn_or_link_are_dropped():
     """Turn numbers restart with the daemon."""
     turn = logged()
