@@ -8,6 +8,7 @@ damaged record, and every reader meets it there.
 from __future__ import annotations
 
 import os
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -108,19 +109,20 @@ class DemoLog:
         late: list[Offset] = []
         stale: list[Offset] = []
         length, taken_over = 0, False
-        async for step in fold.steps():
-            record, refusal = step.record, step.refusal
-            if step.session != session or step.message is None or record is None:
-                continue
-            first = entries[0].record if entries else None
-            if isinstance(record, Claim) and refusal is None and first and record.writer != first.writer:
-                taken_over = True
-            elif taken_over and first is not None and record.writer == first.writer:
-                late.append(step.offset)
-                stale += [step.offset] if _is_stale(refusal) else []
-            elif refusal is None and not taken_over:
-                entries.append(decode(step.message.value))
-                length = step.length or 0
+        async with aclosing(fold.steps()) as steps:
+            async for step in steps:
+                record, refusal = step.record, step.refusal
+                if step.session != session or step.message is None or record is None:
+                    continue
+                first = entries[0].record if entries else None
+                if isinstance(record, Claim) and refusal is None and first and record.writer != first.writer:
+                    taken_over = True
+                elif taken_over and first is not None and record.writer == first.writer:
+                    late.append(step.offset)
+                    stale += [step.offset] if _is_stale(refusal) else []
+                elif refusal is None and not taken_over:
+                    entries.append(decode(step.message.value))
+                    length = step.length or 0
         if not entries:
             raise DemoError(f"The log has no claim of {session}: its node never became its owner.")
         return SessionStory(tuple(entries), length, entries[0].record.epoch, tuple(late), tuple(stale))
@@ -160,9 +162,10 @@ class DemoLog:
         partition = home_of(session, self._log)
         end = (await self._log.bounds(partition)).high_watermark
         fold = PartitionFold(self._log, partition, first=self._starts[partition], end=end)
-        async for step in fold.steps():
-            if step.offset == offset and step.refusal is not None:
-                return step.refusal
+        async with aclosing(fold.steps()) as steps:
+            async for step in steps:
+                if step.offset == offset and step.refusal is not None:
+                    return step.refusal
         return None
 
 

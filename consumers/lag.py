@@ -90,11 +90,13 @@ async def run(arguments: argparse.Namespace) -> Answer:
 
 async def _measured(log: Log, *, bytes_max: int, patience_seconds: float) -> Measured:
     watch = await NodeWatch.open(log)
-    await watch.refresh()
-    bounds = {Partition(p): await log.bounds(Partition(p)) for p in range(log.partitions)}
-    now_ms = time.time_ns() // 1_000_000
-    alive = await _heard(watch, patience_seconds)
-    await watch.close()
+    try:
+        await watch.refresh()
+        bounds = {Partition(p): await log.bounds(Partition(p)) for p in range(log.partitions)}
+        now_ms = time.time_ns() // 1_000_000
+        alive = await _heard(watch, patience_seconds)
+    finally:
+        await watch.close()
     rows = sorted(watch.rows.values(), key=lambda row: row.node)
     following = [row for row in rows if not row.leaving]
     backlogs = {}
@@ -136,15 +138,28 @@ def _behind(
     row: NodeRow, bounds: Mapping[Partition, PartitionBounds], backlogs: Mapping[Partition, Backlog]
 ) -> tuple[Behind, ...]:
     return tuple(
-        Behind(
-            partition=Partition(partition),
-            applied=Offset(applied),
-            lag=backlogs[Partition(partition)].after(Offset(applied)),
-            sessions=backlogs[Partition(partition)].sessions_after(Offset(applied)),
-            is_truncated=applied < bounds[Partition(partition)].log_start,
-        )
+        _behind_in(Partition(partition), Offset(applied), row, bounds[Partition(partition)], backlogs)
         for partition, applied in sorted(row.applied.items())
         if Partition(partition) in bounds
+    )
+
+
+def _behind_in(
+    partition: Partition,
+    applied: Offset,
+    row: NodeRow,
+    bounds: PartitionBounds,
+    backlogs: Mapping[Partition, Backlog],
+) -> Behind:
+    said = row.needed.get(partition)
+    return Behind(
+        partition=partition,
+        applied=applied,
+        lag=backlogs[partition].after(applied),
+        sessions=backlogs[partition].sessions_after(applied),
+        is_truncated=applied < bounds.log_start,
+        needed=None if said is None else Offset(said),
+        records_to_loss=None if said is None else said - bounds.log_start,
     )
 
 
@@ -156,22 +171,24 @@ async def _waiting(
         return []
     waiting: list[Waiting] = []
     reader = await log.reader()
-    reader.assign({partition: first})
-    room = bytes_max
-    deadline = time.monotonic() + _READ_SECONDS
-    while room > 0 and len(waiting) < _RECORDS_MAX and time.monotonic() < deadline:
-        try:
-            messages = await reader.poll(bytes_max=min(_POLL_BYTES, room), timeout_seconds=_POLL_SECONDS)
-        except LogTruncated as error:  # retention moved on while we looked
-            waiting.clear()
-            reader.seek(partition, Offset(error.log_start))
-            continue
-        found = [_counted(message, log.partitions) for message in messages]
-        waiting += [one for one in found if one.offset < bounds.high_watermark]
-        room -= sum(one.size_bytes for one in found)
-        if reader.positions()[partition] >= bounds.high_watermark:
-            break
-    await reader.close()
+    try:
+        reader.assign({partition: first})
+        room = bytes_max
+        deadline = time.monotonic() + _READ_SECONDS
+        while room > 0 and len(waiting) < _RECORDS_MAX and time.monotonic() < deadline:
+            try:
+                messages = await reader.poll(bytes_max=min(_POLL_BYTES, room), timeout_seconds=_POLL_SECONDS)
+            except LogTruncated as error:  # retention moved on while we looked
+                waiting.clear()
+                reader.seek(partition, Offset(error.log_start))
+                continue
+            found = [_counted(message, log.partitions) for message in messages]
+            waiting += [one for one in found if one.offset < bounds.high_watermark]
+            room -= sum(one.size_bytes for one in found)
+            if reader.positions()[partition] >= bounds.high_watermark:
+                break
+    finally:
+        await reader.close()
     return waiting
 
 

@@ -53,13 +53,25 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A node's lag in one partition. `is_truncated`: records that it has not applied are gone already."""
+    """A node's lag in one partition.
+
+    Args:
+        partition: which.
+        applied: every offset below was folded there.
+        lag: how far behind.
+        sessions: the same of each session.
+        is_truncated: records that it has not applied are gone already.
+        needed: the lowest offset that it, or a new reader of one of its sessions, may still need; None: it did not say.
+        records_to_loss: between the log start and that; negative: lost since it was said.
+    """
 
     partition: Partition
     applied: Offset
     lag: Lag
     sessions: Mapping[SessionId, Lag]
     is_truncated: bool
+    needed: Offset | None
+    records_to_loss: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +127,7 @@ def _node_figures(node: NodeLag) -> dict[str, object]:
         "primary": row.primary,
         "known": row.known,
         "broken": list(row.broken),
+        "sessions_truncated": row.truncated,
         "pool_bytes": row.pool_bytes,
         "pool_free_bytes": row.pool_free_bytes,
         "lag": node.lag.figures() if node.behind else None,
@@ -123,6 +136,8 @@ def _node_figures(node: NodeLag) -> dict[str, object]:
                 "partition": one.partition,
                 "applied": one.applied,
                 "truncated": one.is_truncated,
+                "needed": one.needed,
+                "records_to_loss": one.records_to_loss,
                 **one.lag.figures(),
             }
             for one in node.behind
@@ -181,6 +196,7 @@ def _partition_table(measured: Measured, holding: Mapping[Partition, PartitionBo
         Column("NODE", wraps=True),
         Column("APPLIED", right=True),
         Column("WATERMARK", right=True),
+        Column("TO LOSS", right=True),
         *_UNITS,
     )
     rows = [
@@ -189,6 +205,7 @@ def _partition_table(measured: Measured, holding: Mapping[Partition, PartitionBo
             node.row.node,
             _applied(one),
             number_text(holding[one.partition].high_watermark),
+            "-" if one.records_to_loss is None else number_text(one.records_to_loss),
             *_units(one.lag),
         )
         for one, node in sorted(

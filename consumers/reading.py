@@ -19,7 +19,7 @@ from kvlog.limits import DEFAULT
 from kvlog.wire.message import decode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from kvlog.core.effects import ReadEffect
     from kvlog.limits import Limits
@@ -97,8 +97,8 @@ class PartitionFold:
         self._limits = limits
         self.core = StandbyCore(partition, first, limits)
 
-    async def steps(self) -> AsyncIterator[Step]:
-        """Every message once, in order, but for those that the fold asked to read again.
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        """Every message once, in order, but for those that the fold asked to read again; to be closed (`aclosing`).
 
         Raises:
             LogUnavailable: the log cannot be read now, or gives nothing for half a minute.

@@ -6,6 +6,7 @@ The file holds the conversation: token ids, and rows from which text can be comp
 from __future__ import annotations
 
 import re
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -150,9 +151,10 @@ async def _replayed(log: Log, session: SessionId, spool: RowSpool) -> SessionSta
         spool.cut(Position(0))
         fold = PartitionFold(log, partition, first=first, end=bounds.high_watermark)
         with progress(f"reading partition {partition}", bounds.high_watermark - first) as advance:
-            async for step in fold.steps():
-                rebuild.apply(step)
-                advance(step.offset - first)
+            async with aclosing(fold.steps()) as steps:
+                async for step in steps:
+                    rebuild.apply(step)
+                    advance(step.offset - first)
         state = fold.core.session(session)
         if state is not None and state.standing is not Standing.UNROOTED:
             return state

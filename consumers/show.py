@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -94,9 +95,10 @@ async def read_session(
     bounds = await log.bounds(partition)
     fold = PartitionFold(log, partition, first=bounds.log_start, end=bounds.high_watermark)
     with progress(f"reading partition {partition}", bounds.high_watermark - bounds.log_start) as advance:
-        async for step in fold.steps():
-            timeline.add(step)
-            advance(step.offset - bounds.log_start)
+        async with aclosing(fold.steps()) as steps:
+            async for step in steps:
+                timeline.add(step)
+                advance(step.offset - bounds.log_start)
     return fold.core.session(session), bounds
 
 

@@ -18,14 +18,17 @@ async def session_rows(log: Log) -> list[SessionRow]:
     """Every session that a node has claimed and written down, by id; a hint, never proof."""
     rows: dict[bytes, SessionRow] = {}
     table = await log.table(SESSIONS)
-    for row in await table.refresh():
+    try:
+        found = await table.refresh()
+    finally:
+        await table.close()
+    for row in found:
         rows.pop(row.key, None)
         if row.value is not None:
             try:
                 rows[row.key] = decode_session(row.value)
             except DecodeError:
                 continue
-    await table.close()
     return sorted(rows.values(), key=lambda row: row.session)
 
 

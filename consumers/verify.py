@@ -8,6 +8,7 @@ not decode; it stays a finding for as long as the log holds it, whether the sess
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -124,11 +125,12 @@ async def _verified(log: Log, partition: Partition, session: SessionId | None) -
     found = Verified(partition, bounds)
     fold = PartitionFold(log, partition, first=bounds.log_start, end=bounds.high_watermark)
     with progress(f"verifying partition {partition}", bounds.high_watermark - bounds.log_start) as advance:
-        async for step in fold.steps():
-            in_doubt = step.message is not None and step.session is None  # it may be anybody's
-            if session is None or step.session == session or in_doubt:
-                _examine(found, step)
-            advance(step.offset - bounds.log_start)
+        async with aclosing(fold.steps()) as steps:
+            async for step in steps:
+                in_doubt = step.message is not None and step.session is None  # it may be anybody's
+                if session is None or step.session == session or in_doubt:
+                    _examine(found, step)
+                advance(step.offset - bounds.log_start)
     states = fold.core.sessions() if session is None else filter(None, [fold.core.session(session)])
     for state in states:
         if state.standing is not Standing.UNROOTED:

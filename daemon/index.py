@@ -56,6 +56,8 @@ class NodeIndex:
         self._written_busy: tuple[int, ...] = ()
         self.metrics_address = ""
         self.log_identity = ""
+        self.needed: dict[int, int] = {}
+        self.truncated = 0
 
     def claimed(self, effect: SessionClaimed) -> None:
         """A claim was folded; ours is to be written down."""
@@ -97,9 +99,12 @@ class NodeIndex:
         Raises:
             ConfigError: another daemon beats under our name: give one of them another node.id.
         """
-        nodes, sessions = await log.table(NODES), await log.table(SESSIONS)
+        nodes: Table | None = None
+        sessions: Table | None = None
         while True:
             try:
+                nodes = nodes or await log.table(NODES)
+                sessions = sessions or await log.table(SESSIONS)
                 await self._look(nodes)
                 await self._write_what_is_due(nodes, sessions)
             except (LogUnavailable, OutcomeUnknown, LogReplaced):
@@ -162,6 +167,8 @@ class NodeIndex:
             pool_bytes=self._pool.geometry.size_bytes,
             pool_free_bytes=self._pool.blocks.ledger.counts.free * self._pool.geometry.block_bytes,
             applied={int(p): int(c.applied) for p, c in core.partitions.items()},
+            needed=self.needed,
+            truncated=self.truncated,
             format_versions=(FORMAT_VERSION,),
             log=self.log_identity,
         )

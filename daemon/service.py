@@ -13,14 +13,12 @@ import asyncio
 import contextlib
 import signal
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from daemon.progress import Progress, Sample
 from daemon.telemetry import Event
 from kvlog.core import effects as fx
 from kvlog.core import inputs
-from kvlog.core.lag import LagMeter, LagSample
 from kvlog.errors import ConfigError, KvlogError, LogUnavailable, OutcomeUnknown
 from kvlog.ids import Partition
 
@@ -35,7 +33,6 @@ __all__ = ["Service"]
 
 _TICK_SECONDS = 0.05
 _HOUSEKEEPING_SECONDS = 1.0
-_LAG_SECONDS = 2.0
 _OPEN_PAUSE_SECONDS_MAX = 5.0
 _WATERMARK_SECONDS = 5.0
 _WATERMARK_PAUSE_SECONDS = 0.25
@@ -132,7 +129,7 @@ class Service:
             parts.tail.run_commits(),
             parts.publisher.run(writer),
             parts.index.run(log),
-            self._measure_lag(log),
+            parts.lag.run(log),
         )
         self._log_tasks = [self._tasks.create_task(c) for c in loops]
 
@@ -185,18 +182,6 @@ class Service:
                 return
         await asyncio.sleep(_WATERMARK_PAUSE_SECONDS)
         parts.shell.step(inputs.WatermarkFailed(effect.session))
-
-    async def _measure_lag(self, log: Log) -> None:
-        meters: dict[Partition, LagMeter] = {}
-        while True:
-            for partition, core in list(self._parts.shell.core.partitions.items()):
-                sample = LagSample(time.time_ns() // 1_000_000, None, None, core.applied)
-                with contextlib.suppress(KvlogError):  # unknown is absent, and who needs the log says why
-                    bounds = await log.bounds(partition)
-                    sample = replace(sample, log_start=bounds.log_start, high_watermark=bounds.high_watermark)
-                lag = meters.setdefault(partition, LagMeter()).observe(sample)
-                self._parts.telemetry.metrics.show_lag(partition, lag)
-            await asyncio.sleep(_LAG_SECONDS)
 
     # Time
 

@@ -168,6 +168,11 @@ class Metrics:
         )
         self.sessions = Gauge("kvlog_sessions", "Sessions known, by role.", ["role"], registry=r)
         self.sessions_broken = Gauge("kvlog_sessions_broken", "Sessions that are broken here.", registry=r)
+        self.sessions_truncated = Gauge(
+            "kvlog_sessions_truncated",
+            "Sessions known here of which retention has taken records: a node that starts later prefills them.",
+            registry=r,
+        )
         self.engines = Gauge("kvlog_engines", "Engine processes connected.", registry=r)
         self.lag_records = Gauge(
             "kvlog_lag_records", "High watermark minus applied offset.", ["partition"], registry=r
@@ -177,13 +182,13 @@ class Metrics:
         )
         self.retention_records = Gauge(
             "kvlog_retention_records",
-            "Records between the log start and the applied offset; negative: so many were lost unread.",
+            "Records between the log start and what is needed: unread, or from a session's first on. Negative: lost.",
             ["partition"],
             registry=r,
         )
         self.retention_seconds = Gauge(
             "kvlog_retention_seconds",
-            "Until retention reaches the applied offset, at the present pace.",
+            "Until retention reaches what is needed, at the present pace.",
             ["partition"],
             registry=r,
         )

@@ -11,6 +11,7 @@ from daemon.control import ControlOptions, EngineControl
 from daemon.eviction import Evictor
 from daemon.index import NodeIndex
 from daemon.intake import IntakeParts
+from daemon.lag import LagWatch
 from daemon.node import NodeShell
 from daemon.notify import Notifier
 from daemon.pace import Pacer
@@ -58,6 +59,7 @@ class Parts:
     control: EngineControl
     server: LinkServer
     index: NodeIndex
+    lag: LagWatch
 
     @staticmethod
     def new_nonce() -> Nonce:
@@ -129,6 +131,7 @@ def wire(settings: Settings) -> Parts:
         control=control,
         server=_server(settings, control, limits),
         index=index,
+        lag=LagWatch(shell, telemetry, index),
     )
 
 

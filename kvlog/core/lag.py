@@ -29,7 +29,18 @@ if TYPE_CHECKING:
     from kvlog.ids import Offset, SessionId
     from kvlog.records import Record
 
-__all__ = ["NO_LAG", "Backlog", "Lag", "LagMeter", "LagSample", "PartitionLag", "Waiting", "total"]
+__all__ = [
+    "NO_LAG",
+    "Backlog",
+    "Lag",
+    "LagMeter",
+    "LagSample",
+    "Needed",
+    "PartitionLag",
+    "Waiting",
+    "needed_of",
+    "total",
+]
 
 MARKS_MAX = 256
 """Watermarks that a meter remembers. Past it every second one of the older half goes: the further back, the coarser."""
@@ -159,6 +170,36 @@ def total(lags: Iterable[Lag]) -> Lag:
         seconds=max(seconds, default=None),
         is_exact=all(lag.is_exact for lag in listed),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """What somebody may still have to read of a partition.
+
+    Args:
+        offset: the lowest such offset: of the reader itself, and of the sessions that a new reader can still know.
+        sessions_truncated: sessions of which records are gone already: who does not know them yet, prefills.
+    """
+
+    offset: Offset
+    sessions_truncated: int
+
+
+def needed_of(first_needed: Iterable[Offset], *, applied: Offset, log_start: Offset) -> Needed:
+    """What is needed of a partition by its reader and by the sessions that it knows.
+
+    Args:
+        first_needed: first needed offset of each session that goes on.
+        applied: every offset below was folded by the reader.
+        log_start: sessions below it are counted and no longer hold the figure down: they cannot be lost again.
+    """
+    lowest, truncated = applied, 0
+    for first in first_needed:
+        if first < log_start:
+            truncated += 1
+        elif first < lowest:
+            lowest = first
+    return Needed(lowest, truncated)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ class NodeRow:
         pool_bytes: size of its pool.
         pool_free_bytes: of it not in use.
         applied: partition → next offset to be applied.
+        needed: partition → lowest offset that the node, or a new reader of a session that it knows, may still need.
+        truncated: sessions it knows of which records are gone from the log.
         format_versions: of the log, that it reads.
         log: identity of the log that it follows.
     """
@@ -58,6 +60,8 @@ class NodeRow:
     pool_bytes: int = 0
     pool_free_bytes: int = 0
     applied: dict[int, int] = field(default_factory=dict)
+    needed: dict[int, int] = field(default_factory=dict)
+    truncated: int = 0
     format_versions: tuple[int, ...] = (1,)
     log: str = ""
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 
 from consumers.__main__ import main
+from kvlog.errors import LogUnavailable
+from kvlog.ids import Offset
+from kvlog.log.base import PartitionBounds, TableRow
 from kvlog.log.local import LocalLog, LocalLogOptions
 from kvlog.wire.tables import NODES, NodeRow, encode_row
 from tests.unit.consumers.written_log import LAYOUT, PARTITIONS, WrittenLog, home_of, kvlog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
+
+    from kvlog.ids import Partition
 
 TOKENS = [11, 12, 13, 14]
 QUICK = ("--patience", "0.3")
@@ -38,10 +43,15 @@ def written(directory: Path, *rows: NodeRow) -> None:
     asyncio.run(write())
 
 
-def node(name: str, *, applied: int, beat: int = 1, leaving: bool = False) -> NodeRow:
+def node(
+    name: str, *, applied: int, beat: int = 1, leaving: bool = False, needed: int | None = None
+) -> NodeRow:
     """A node's heartbeat; `applied` is of the session's partition, the other one is applied to its end."""
     offsets = dict.fromkeys(range(PARTITIONS), 0) | {int(home_of("s")): applied}
-    return NodeRow(node=name, incarnation="00", beat=beat, leaving=leaving, applied=offsets)
+    said = {} if needed is None else {int(home_of("s")): needed}
+    return NodeRow(
+        node=name, incarnation="00", beat=beat, leaving=leaving, applied=offsets, needed=said, truncated=7
+    )
 
 
 @contextmanager
@@ -65,6 +75,18 @@ def beating(directory: Path, row: NodeRow) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+
+
+def cut_before(directory: Path, before: int) -> None:
+    """Retention takes the first records of the session's partition."""
+
+    async def cut() -> None:
+        log = LocalLog(directory, LocalLogOptions(partitions=PARTITIONS))
+        await log.open()
+        await log.delete_records(home_of("s"), before=before)  # type: ignore[arg-type]
+        await log.close()
+
+    asyncio.run(cut())
 
 
 def nodes_of(said: dict[str, object]) -> dict[str, dict[str, object]]:
@@ -143,18 +165,74 @@ def test_lag_of_a_node_that_lost_records_to_retention_says_so(tmp_path: Path) ->
     """What it had not applied is gone: it will drop its sessions there."""
     written(tmp_path, node("b", applied=1))
 
-    async def cut() -> None:
-        log = LocalLog(tmp_path, LocalLogOptions(partitions=PARTITIONS))
-        await log.open()
-        await log.delete_records(home_of("s"), before=4)  # type: ignore[arg-type]
-        await log.close()
-
-    asyncio.run(cut())
+    cut_before(tmp_path, 4)
     _, said = kvlog("lag", "--log", tmp_path, *QUICK)
     partitions = nodes_of(said)["b"]["partitions"]
     assert isinstance(partitions, list)
     (mine,) = (one for one in partitions if one["partition"] == home_of("s"))
     assert (True, 5, False) == (mine["truncated"], mine["records"], mine["exact"])
+
+
+@pytest.mark.parametrize(("needed", "expected"), [(5, 3), (1, -1), (None, None)])
+def test_distance_to_loss_is_from_the_log_start_to_what_the_node_says_is_needed(
+    tmp_path: Path, needed: int | None, expected: int | None
+) -> None:
+    """Not to what was applied: a session is needed from its root on. Of a node that does not say it is not known."""
+    written(tmp_path, node("b", applied=6, needed=needed))
+    cut_before(tmp_path, 2)
+    _, said = kvlog("lag", "--log", tmp_path, *QUICK)
+    one = nodes_of(said)["b"]
+    partitions = one["partitions"]
+    assert isinstance(partitions, list)
+    (mine,) = (each for each in partitions if each["partition"] == home_of("s"))
+    assert (needed, expected, 7) == (mine["needed"], mine["records_to_loss"], one["sessions_truncated"])
+
+
+def test_lag_that_cannot_be_read_leaves_no_reader_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends the tool, it gives back what it holds."""
+    log = LostLog()
+
+    @asynccontextmanager
+    async def opened(_settings: object) -> AsyncIterator[LostLog]:
+        yield log
+
+    monkeypatch.setattr("consumers.lag.opened", opened)
+    code, said = kvlog("lag", *QUICK)
+    assert (3, "LogUnavailable", 0) == (code, said["error"], log.open)
+
+
+class LostLog:
+    """A node is behind, and the log is lost when its records are wanted; counts what is open."""
+
+    where = "here"
+    partitions = 1
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    async def table(self, _name: str) -> LostLog:
+        self.open += 1
+        return self
+
+    async def reader(self) -> LostLog:
+        self.open += 1
+        return self
+
+    async def refresh(self) -> list[TableRow]:
+        row = NodeRow(node="a", incarnation="00", beat=1, applied={0: 1})
+        return [TableRow(b"a", encode_row(row))]
+
+    async def bounds(self, _partition: Partition) -> PartitionBounds:
+        return PartitionBounds(Offset(0), Offset(9))
+
+    def assign(self, _positions: object) -> None:
+        pass
+
+    async def poll(self, *, bytes_max: int, timeout_seconds: float) -> list[object]:
+        raise LogUnavailable(where=self.where, problem=f"not {bytes_max} bytes in {timeout_seconds} s")
+
+    async def close(self) -> None:
+        self.open -= 1
 
 
 def test_lag_of_a_log_without_nodes_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,10 @@ from kvlog.core.lag import (
     Lag,
     LagMeter,
     LagSample,
+    Needed,
     PartitionLag,
     Waiting,
+    needed_of,
     total,
 )
 from kvlog.ids import Offset, SessionId, Shard
@@ -221,6 +223,24 @@ def test_distance_to_loss_is_measured_from_what_is_needed() -> None:
         sample(1, end=100, applied=95, start=10, needed=40),
     )
     assert (30, 3.0) == (seen.records_to_loss, seen.seconds_to_loss)
+
+
+@pytest.mark.parametrize(
+    ("first", "applied", "expected"),
+    [
+        ([], 90, Needed(Offset(90), 0)),
+        ([40, 70], 90, Needed(Offset(40), 0)),
+        ([95], 90, Needed(Offset(90), 0)),
+        ([10, 40, 29], 90, Needed(Offset(40), 2)),
+        ([10], 20, Needed(Offset(20), 1)),
+    ],
+)
+def test_needed_is_the_lowest_offset_that_can_still_be_lost(
+    first: list[int], applied: int, expected: Needed
+) -> None:
+    """Sessions of which records are gone are counted; from then on others decide how near retention is."""
+    offsets = [Offset(each) for each in first]
+    assert expected == needed_of(offsets, applied=Offset(applied), log_start=Offset(30))
 
 
 @pytest.mark.parametrize(
