@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
+from kvlog.core.claims import ClaimsInFlight
 from kvlog.core.effects import (
     DropSession,
     FollowPartition,
@@ -72,15 +73,12 @@ class NodeCore:
     """The decisions of one daemon."""
 
     __slots__ = (
-        "_catching_up",
-        "_ending",
+        "_claims",
         "_limits",
         "_owned",
         "_partitions",
         "_self",
         "_stopping",
-        "_takeovers",
-        "_waiting",
     )
 
     def __init__(self, myself: Myself, limits: Limits, *, first_turn: int = 1) -> None:
@@ -90,10 +88,7 @@ class NodeCore:
         self._owned = OwnedSessions(limits, first_turn=first_turn)
         self._stopping = False
         self._partitions: dict[Partition, StandbyCore] = {}
-        self._takeovers: dict[SessionId, TakeOver] = {}
-        self._waiting: dict[SessionId, OpenTurn] = {}
-        self._ending: dict[SessionId, EndReason] = {}
-        self._catching_up: dict[SessionId, WatermarkRead] = {}
+        self._claims = ClaimsInFlight()
 
     # What it knows
 
@@ -117,12 +112,12 @@ class NodeCore:
     @property
     def takeovers_in_flight(self) -> int:
         """Claims on their way."""
-        return len(self._takeovers)
+        return len(self._claims)
 
     @property
     def sessions_being_claimed(self) -> frozenset[SessionId]:
         """Sessions whose take-over is in flight."""
-        return frozenset(self._takeovers)
+        return frozenset(session for session, _ in self._claims)
 
     def is_drained(self) -> bool:
         """Whether everything that was sent has been folded."""
@@ -144,8 +139,8 @@ class NodeCore:
             case AppendFailed():
                 return self._append_failed(happened.record)
             case WatermarkFailed():
-                takeover = self._takeovers.get(happened.session)
-                return self._settled(happened.session, takeover, takeover.failed()) if takeover else ()
+                claim = self._claims.get(happened.session)
+                return self._settled(happened.session, claim.takeover.failed()) if claim else ()
             case Stop():
                 return self._stop()
             case CloseTurn() | WithdrawRequest() | Follow():
@@ -154,7 +149,7 @@ class NodeCore:
             case UnreadableRead() | HoleRead() | LogReplacedRead():
                 disturbed = self._partitions[happened.partition].disturbed(happened)
                 effects = self._react(disturbed, None) + self._claims_unseen(happened)
-                return effects + self._caught_up(happened.partition) if self._catching_up else effects
+                return effects + self._caught_up(happened.partition)
             case _:
                 assert_never(happened)
 
@@ -164,15 +159,14 @@ class NodeCore:
         Args:
             now_ns: a monotonic clock's reading, in nanoseconds.
         """
-        late = [asked for asked in self._waiting.values() if asked.deadline_ns <= now_ns]
-        for asked in late:
-            del self._waiting[asked.session]
-        overdue = [s for s, t in self._takeovers.items() if t.is_overdue(now_ns) and s not in self._waiting]
-        for session in overdue:
-            self._give_up_claim(session)
-        return tuple(
-            TurnUnlogged(asked.request, asked.session, UnloggedReason.CLAIM_TIMEOUT) for asked in late
-        )
+        late: list[Effect] = []
+        for session, claim in self._claims:
+            if (asked := claim.asked) is not None and asked.deadline_ns <= now_ns:
+                claim.asked = None
+                late.append(TurnUnlogged(asked.request, session, UnloggedReason.CLAIM_TIMEOUT))
+            if claim.takeover.is_overdue(now_ns) and claim.asked is None:
+                self._give_up_claim(session)
+        return tuple(late)
 
     # One handler an input
 
@@ -181,9 +175,9 @@ class NodeCore:
             case CloseTurn(turn):
                 self._owned.close(turn)
             case WithdrawRequest(session, request):
-                waiting = self._waiting.get(session)
-                if waiting is not None and waiting.request == request:
-                    del self._waiting[session]
+                claim = self._claims.get(session)
+                if claim is not None and claim.asked is not None and claim.asked.request == request:
+                    claim.asked = None
             case Follow(partition, first):
                 assert partition not in self._partitions, "a partition is followed once"
                 self._partitions[partition] = StandbyCore(partition, first, self._limits)
@@ -193,33 +187,34 @@ class NodeCore:
     def _read(self, happened: RecordRead) -> tuple[Effect, ...]:
         core = self._partitions[happened.partition]
         effects = self._react(core.read(happened.offset, happened.entry), happened.entry.record.session)
-        return effects + self._caught_up(happened.partition) if self._catching_up else effects
+        return effects + self._caught_up(happened.partition)
 
     def _claims_unseen(self, happened: UnreadableRead | HoleRead | LogReplacedRead) -> tuple[Effect, ...]:
         """A claim of ours may have stood where nothing could be read, or its watermark in a lost tail: ask again."""
-        if isinstance(happened, UnreadableRead):
-            if self._partitions[happened.partition].position <= happened.offset:
-                return ()  # it is being read again
-            sessions = [s for s in self._takeovers if happened.key in (None, s)]
-        else:
-            sessions = list(self._takeovers)
+        if (
+            isinstance(happened, UnreadableRead)
+            and self._partitions[happened.partition].position <= happened.offset
+        ):
+            return ()  # it is being read again
+        key = happened.key if isinstance(happened, UnreadableRead) else None
         out: list[Effect] = []
-        for session in sessions:
-            if self._self.partition_of(session) != happened.partition:
+        for session, claim in self._claims:
+            if key not in (None, session) or self._self.partition_of(session) != happened.partition:
                 continue
-            takeover, is_void = self._takeovers[session], False
-            if isinstance(happened, LogReplacedRead):
-                is_void = self._catching_up.pop(session, None) is not None
-            if is_void or takeover.phase is Phase.CLAIMED:
-                out.extend(self._settled(session, takeover, takeover.failed()))
+            is_void = isinstance(happened, LogReplacedRead) and claim.watermark is not None
+            if is_void:
+                claim.watermark = None
+            if is_void or claim.takeover.phase is Phase.CLAIMED:
+                out.extend(self._settled(session, claim.takeover.failed()))
         return tuple(out)
 
     def _open_turn(self, asked: OpenTurn) -> tuple[Effect, ...]:
         session = asked.session
         if self._stopping:
             return (TurnUnlogged(asked.request, session, UnloggedReason.STOPPING),)
-        primary = self._owned.get(session)
-        if session in self._waiting or (primary is not None and primary.turn is not None):
+        primary, claim = self._owned.get(session), self._claims.get(session)
+        is_asked_for = claim is not None and claim.asked is not None
+        if is_asked_for or (primary is not None and primary.turn is not None):
             return (TurnUnlogged(asked.request, session, UnloggedReason.BUSY),)
         if len(asked.tokens) > self._limits.session_tokens:
             return (TurnUnlogged(asked.request, session, UnloggedReason.TOO_LONG),)
@@ -227,15 +222,13 @@ class NodeCore:
             return (TurnUnlogged(asked.request, session, UnloggedReason.FENCED, newer),)
         if primary is not None and self._may_begin(primary, asked):
             return (self._begin(primary, asked),)
-        if session not in self._takeovers and len(self._takeovers) >= self._limits.takeovers_in_flight:
-            return (TurnUnlogged(asked.request, session, UnloggedReason.OVERLOADED),)
-        self._waiting[session] = asked
-        takeover = self._takeovers.get(session)
-        if takeover is not None and takeover.claimant.identity == asked.identity:
+        if claim is not None and claim.takeover.claimant.identity == asked.identity:
+            claim.asked = asked
             return ()
-        return self._take_over(
-            session, Claimant(self._self.node, self._self.writer, asked.identity, asked.context)
-        )
+        if claim is None and len(self._claims) >= self._limits.takeovers_in_flight:
+            return (TurnUnlogged(asked.request, session, UnloggedReason.OVERLOADED),)
+        claimant = Claimant(self._self.node, self._self.writer, asked.identity, asked.context)
+        return self._take_over(session, claimant, asked=asked)
 
     def _rows(self, rows: EncodedRows) -> tuple[Effect, ...]:
         """INV-TURN: rows of another turn or epoch are dropped; their sender counts them by the empty answer."""
@@ -254,70 +247,62 @@ class NodeCore:
             state is not None and state.standing is Standing.ENDED
         ):
             return ()
-        if primary is None:
-            if happened.session in self._takeovers:
-                self._ending[happened.session] = happened.reason
-                return ()
-            if self._stopping or len(self._takeovers) >= self._limits.takeovers_in_flight:
-                return ()
-            self._ending[happened.session] = happened.reason
-            return self._take_over(happened.session, happened.claimant)
-        return self._end(primary, happened.reason)
+        if primary is not None:
+            return self._end(primary, happened.reason)
+        if (claim := self._claims.get(happened.session)) is not None:
+            claim.ending = happened.reason
+            return ()
+        if self._stopping or len(self._claims) >= self._limits.takeovers_in_flight:
+            return ()
+        return self._take_over(happened.session, happened.claimant, ending=happened.reason)
 
     def _watermark_read(self, happened: WatermarkRead) -> tuple[Effect, ...]:
-        takeover = self._takeovers.get(happened.session)
-        if takeover is None:
+        claim = self._claims.get(happened.session)
+        if claim is None:
             return ()
-        partition = self._self.partition_of(happened.session)
+        partition, asked = self._self.partition_of(happened.session), claim.asked
         followed: tuple[Effect, ...] = ()
-        asked = self._waiting.get(happened.session)
         if partition not in self._partitions:
             # A request that was logged before must see every claim since then, or it could claim back.
-            logged_at = (
-                asked.continues - 1 if asked is not None and asked.continues else happened.high_watermark
-            )
+            logged_at = asked.continues - 1 if asked and asked.continues else happened.high_watermark
             first = Offset(min(logged_at, happened.high_watermark))
             self._note(Follow(partition, first))
             followed = (FollowPartition(partition, first),)
         self._hold_or_not(happened.session)
-        if (
-            asked is not None
-            and asked.continues
-            and self._partitions[partition].position < happened.high_watermark
-        ):
-            self._catching_up[happened.session] = happened
+        is_behind = self._partitions[partition].position < happened.high_watermark
+        if asked and asked.continues and is_behind:
+            claim.watermark = happened
             return followed
-        return followed + takeover.watermark_read(happened.high_watermark, happened.nonce)
+        return followed + claim.takeover.watermark_read(happened.high_watermark, happened.nonce)
 
     def _caught_up(self, partition: Partition) -> tuple[Effect, ...]:
         """Claims that waited until all below their watermark was folded go on, or find that they are fenced."""
         position = self._partitions[partition].position
-        ready = [
-            w
-            for w in self._catching_up.values()
-            if w.high_watermark <= position and self._self.partition_of(w.session) == partition
-        ]
         out: list[Effect] = []
-        for happened in ready:
-            del self._catching_up[happened.session]
-            takeover, asked = self._takeovers[happened.session], self._waiting.get(happened.session)
-            newer = self._newer_owner(asked) if asked else None
-            if asked is not None and newer is not None:
-                del self._waiting[happened.session]
-                out.append(TurnUnlogged(asked.request, happened.session, UnloggedReason.FENCED, newer))
-            if happened.session in self._waiting or happened.session in self._ending:
-                out.extend(takeover.watermark_read(happened.high_watermark, happened.nonce))
+        for session, claim in self._claims:
+            waited_with = claim.watermark
+            if waited_with is None or self._self.partition_of(session) != partition:
+                continue
+            if waited_with.high_watermark > position:
+                continue
+            claim.watermark = None
+            asked = claim.asked
+            if asked is not None and (newer := self._newer_owner(asked)) is not None:
+                claim.asked = None
+                out.append(TurnUnlogged(asked.request, session, UnloggedReason.FENCED, newer))
+            if claim.is_wanted:
+                out.extend(claim.takeover.watermark_read(waited_with.high_watermark, waited_with.nonce))
             else:
-                self._give_up_claim(happened.session)
+                self._give_up_claim(session)
         return tuple(out)
 
     def _append_failed(self, record: Record) -> tuple[Effect, ...]:
         session = record.session
         if isinstance(record, Claim):
-            takeover = self._takeovers.get(session)
-            if takeover is None or takeover.claim != record:
+            claim = self._claims.get(session)
+            if claim is None or claim.takeover.claim != record:
                 return ()
-            return self._settled(session, takeover, takeover.failed())
+            return self._settled(session, claim.takeover.failed())
         primary = self._owned.get(session)
         if primary is None or primary.claim.epoch != record.epoch:
             return ()
@@ -325,12 +310,13 @@ class NodeCore:
 
     def _stop(self) -> tuple[Effect, ...]:
         self._stopping = True
-        waiting = tuple(
-            TurnUnlogged(a.request, a.session, UnloggedReason.STOPPING) for a in self._waiting.values()
-        )
-        self._waiting.clear()
-        ended = [e for p in self._owned for e in self._end_turn(p, TurnEndReason.STOPPING)]
-        return waiting + tuple(ended)
+        out: list[Effect] = []
+        for session, claim in self._claims:
+            if claim.asked is not None:
+                out.append(TurnUnlogged(claim.asked.request, session, UnloggedReason.STOPPING))
+                claim.asked = None
+        out.extend(e for p in self._owned for e in self._end_turn(p, TurnEndReason.STOPPING))
+        return tuple(out)
 
     # Private
 
@@ -342,7 +328,7 @@ class NodeCore:
     def _hold_or_not(self, session: SessionId) -> None:
         """A session's state is kept while it is owned, or being claimed: a claim that is read back must find it."""
         if (core := self._partitions.get(self._self.partition_of(session))) is not None:
-            is_ours = session in self._owned or session in self._takeovers
+            is_ours = session in self._owned or session in self._claims
             (core.hold if is_ours else core.unhold)(session)
 
     def _may_begin(self, primary: PrimaryCore, asked: OpenTurn) -> bool:
@@ -351,13 +337,20 @@ class NodeCore:
             primary.tenure is Tenure.OWNED and not primary.ended and primary.claim.identity == asked.identity
         )
 
-    def _take_over(self, session: SessionId, claimant: Claimant) -> tuple[Effect, ...]:
+    def _take_over(
+        self,
+        session: SessionId,
+        claimant: Claimant,
+        *,
+        asked: OpenTurn | None = None,
+        ending: EndReason | None = None,
+    ) -> tuple[Effect, ...]:
         takeover = TakeOver(
             session, self._self.partition_of(session), claimant, self._self.header_bytes, self._limits
         )
-        self._takeovers[session] = takeover
-        # A watermark that an older one waits with says nothing of what was claimed since.
-        self._catching_up.pop(session, None)
+        claim = self._claims.start(session, takeover)
+        claim.asked = asked or claim.asked
+        claim.ending = ending or claim.ending
         return takeover.start()
 
     def _begin(self, primary: PrimaryCore, asked: OpenTurn) -> TurnOpened:
@@ -422,14 +415,14 @@ class NodeCore:
                 if not own
                 else self._lose(primary, Tenure.LOST, TurnEndReason.OUTCOME_UNKNOWN)
             )
-        takeover = self._takeovers.get(claim.session)
-        if takeover is None or not takeover.admitted(claim):
+        in_flight = self._claims.get(claim.session)
+        if in_flight is None or not in_flight.takeover.admitted(claim):
             return out
-        del self._takeovers[claim.session]
         return out + self._won(claim)
 
     def _won(self, claim: Claim) -> tuple[Effect, ...]:
         session = claim.session
+        waited = self._claims.pop(session)
         state = self.state(session)
         assert state is not None, "a claim that was folded has a state"
         partition = self._self.partition_of(session)
@@ -437,39 +430,33 @@ class NodeCore:
             partition, state, own=claim, header_bytes=self._self.header_bytes, limits=self._limits
         )
         self._owned.add(primary)
-        reason = self._ending.pop(session, None)
-        asked = self._waiting.pop(session, None)
-        ended = self._end(primary, reason) if reason is not None else ()
-        opened = self._open_turn(asked) if asked else ()
+        ended = self._end(primary, waited.ending) if waited.ending is not None else ()
+        opened = self._open_turn(waited.asked) if waited.asked is not None else ()
         if (surplus := self._owned.surplus(self.state)) is not None:
             self._forget(surplus, Tenure.DROPPED)
         return ended + opened
 
     def _claim_refused(self, claim: Claim) -> tuple[Effect, ...]:
-        takeover = self._takeovers.get(claim.session)
-        if takeover is None:
+        in_flight, state = self._claims.get(claim.session), self.state(claim.session)
+        if in_flight is None:
             return ()
-        state = self.state(claim.session)
-        return self._settled(claim.session, takeover, takeover.refused(claim, state.epoch if state else None))
+        refused = in_flight.takeover.refused(claim, state.epoch if state else None)
+        return self._settled(claim.session, refused)
 
-    def _settled(
-        self, session: SessionId, takeover: TakeOver | None, effects: tuple[Effect, ...]
-    ) -> tuple[Effect, ...]:
+    def _settled(self, session: SessionId, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
         """After a step of a take-over: if it has given up, answer who waits for it."""
-        if takeover is None or takeover.phase not in (Phase.FENCED, Phase.UNAVAILABLE):
+        claim = self._claims.get(session)
+        if claim is None or claim.takeover.phase not in (Phase.FENCED, Phase.UNAVAILABLE):
             return effects
         self._give_up_claim(session)
-        asked = self._waiting.pop(session, None)
-        if asked is None:
+        if (asked := claim.asked) is None:
             return effects
-        fenced = takeover.phase is Phase.FENCED
+        fenced = claim.takeover.phase is Phase.FENCED
         reason = UnloggedReason.FENCED if fenced else UnloggedReason.LOG_UNAVAILABLE
-        return (*effects, TurnUnlogged(asked.request, session, reason, takeover.newer_epoch))
+        return (*effects, TurnUnlogged(asked.request, session, reason, claim.takeover.newer_epoch))
 
     def _give_up_claim(self, session: SessionId) -> None:
-        del self._takeovers[session]
-        self._ending.pop(session, None)
-        self._catching_up.pop(session, None)
+        self._claims.pop(session)
         self._hold_or_not(session)
 
     def _lost_here(self, session: SessionId, tenure: Tenure, reason: TurnEndReason) -> tuple[Effect, ...]:

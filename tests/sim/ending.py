@@ -122,9 +122,7 @@ def _is_well(world: World, node: Shell) -> None:
     core = node.core
     assert core is not None, "no node dies while the run is drained"
     world.checkers.all_rows(node)
-    leftovers = {
-        name: getattr(core, name) for name in ("_waiting", "_takeovers", "_catching_up", "_ending")
-    } | {"turns": core._owned._turns}
+    leftovers = {"claims": list(core._claims), "turns": core._owned._turns}
     require(not any(leftovers.values()), "NoTurnStuck", node.name, leftovers)
     require(core.is_drained(), "NoTurnStuck", node.name, "sent what was never folded")
     require(not node.buffer.pins, "BoundedMemory", node.name, "pins are left")

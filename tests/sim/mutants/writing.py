@@ -56,7 +56,7 @@ def _won_before(self: NodeCore, claim: Claim, header: bytes) -> Any:
     ahead = state.clone() if state else SessionState.from_claim(claim, header, Offset(0))
     if state:
         session._fold_claim(ahead, claim, header)
-    del self._takeovers[claim.session]
+    waited = self._claims.pop(claim.session)
     self._owned.add(
         PrimaryCore.from_claim(
             self._self.partition_of(claim.session),
@@ -66,8 +66,7 @@ def _won_before(self: NodeCore, claim: Claim, header: bytes) -> Any:
             limits=self._limits,
         )
     )
-    asked = self._waiting.pop(claim.session, None)
-    return self._open_turn(asked) if asked else ()
+    return self._open_turn(waited.asked) if waited.asked else ()
 
 
 def _never_fenced(self: NodeCore, core: PrimaryCore, newer: object) -> tuple[()]:
@@ -218,7 +217,8 @@ def _won_and_held(self: NodeCore, claim: Claim) -> Any:
 
 
 def _answered_and_kept(self: NodeCore, now_ns: int) -> Any:
-    late = [asked for asked in self._waiting.values() if asked.deadline_ns <= now_ns]
+    waiting = [claim.asked for _, claim in self._claims if claim.asked is not None]
+    late = [asked for asked in waiting if asked.deadline_ns <= now_ns]
     return tuple(TurnUnlogged(asked.request, asked.session, UnloggedReason.CLAIM_TIMEOUT) for asked in late)
 
 

@@ -218,4 +218,18 @@ def test_take_over_given_up_while_it_catches_up_leaves_nothing() -> None:
     node.core.tick(LATE_NS)
     node.core.tick(LATE_NS + TINY.claim_ns)
     assert node.core.takeovers_in_flight == 0
-    assert node.core._catching_up == {}
+
+
+def test_claim_of_unknown_outcome_that_lands_while_the_next_one_catches_up_opens_its_turn_once() -> None:
+    """A claim that was won is waited for no more, whatever was asked for it meanwhile."""
+    node = OneNode()
+    old = node.own(0)
+    node.step(AppendFailed(Truncate(session_id(0), old.epoch, node.writer, Seq(9), Position(0))))
+    node.ask(0, request=2, continues=old.epoch)
+    claim = only(AppendRecord, node.watermark(0)).record
+    assert only(ReadWatermark, node.step(AppendFailed(claim))).session == session_id(0)
+    node.watermark(0, len(node.log) + 1)
+    assert only(TurnOpened, node.read()).request == 2
+    node.rival_claim(1)
+    assert node.read()
+    assert node.core.takeovers_in_flight == 0
