@@ -1,12 +1,11 @@
 """Real nodes for tests and benchmarks: a kvlogd and an engine as processes, over a log, and a client that streams.
 
-Every process dies with the test process (PDEATHSIG) and is a group of its own, so that a whole node can be killed.
+Every process dies with the test process (tests.processes), and is a group of its own: a whole node can be killed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -26,6 +25,7 @@ from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
 from kvlog.ids import Offset, Partition, SessionId
 from kvlog.log.local import LocalLog, LocalLogOptions
 from kvlog.wire.tables import NODES, decode_node
+from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,9 +43,7 @@ __all__ = [
     "until",
 ]
 
-_PR_SET_PDEATHSIG = 1
 _START_SECONDS = 60.0
-_LIBC = ctypes.CDLL(None)
 
 
 def until(condition: Callable[[], bool], *, seconds: float = 10.0, what: str = "the condition") -> None:
@@ -72,7 +70,7 @@ class Process:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509  # one system call
+                preexec_fn=die_with_parent,
                 env={**os.environ, **(environment or {})},
             )
 

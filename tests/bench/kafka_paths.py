@@ -33,6 +33,7 @@ from kvlog.log.kafka_options import KafkaOptions
 from kvlog.log.topics import RecordsWanted, records_topic
 from tests.kafka.broker import JarCluster, JarTools, jars_in
 from tests.kafka.choice import HOME_VARIABLE
+from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -202,7 +203,9 @@ def _in_a_process(path: str, load: Load) -> Figure:
         "--load",
         json.dumps(asdict(load)),
     ]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    said = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=600, preexec_fn=die_with_parent
+    ).stdout
     return Figure(**json.loads(said.splitlines()[-1]))
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from tests.bench import kafka_paths
 from tests.bench.node_paths import Load, Run, make_topic
 from tests.bench.report import Row, paired, single
+from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from tests.bench.setting import KafkaAt, Setting
@@ -129,6 +130,8 @@ def _with_topic(load: Load) -> Load:
 
 def _in_a_process(path: str, load: Load) -> Run:
     command = [sys.executable, "-m", "tests.bench.node_paths", path, json.dumps(asdict(load))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_RUN_SECONDS)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=_RUN_SECONDS, preexec_fn=die_with_parent
+    )
     assert done.returncode == 0, f"{path} failed:\n{done.stderr[-3000:]}"
     return Run(**json.loads(done.stdout.splitlines()[-1]))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.nodes import until
+from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +52,7 @@ class Demo:
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
+            preexec_fn=die_with_parent,
         )
         self.started.append(process)
         return process
@@ -104,7 +106,7 @@ def talkative_llama(folder: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
     builder = [sys.executable, "-m", "kvlog.engines.transformers_build", "random", str(folder), "3", "7"]
-    subprocess.run(builder, check=True, capture_output=True)
+    subprocess.run(builder, check=True, capture_output=True, preexec_fn=die_with_parent)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"][256:] = (
         0  # special tokens; among 256 random logits there is always a larger one
@@ -156,7 +158,10 @@ def test_demo_shows_the_same_sentence_going_on_within_80_columns(demo: Demo, tmp
     demo.assert_nothing_left()
     command = next(line for line in lines if line.startswith("kvlog show demo-"))
     shown = subprocess.run(
-        [sys.executable, "-m", "consumers", *command.split()[1:], "--json"], capture_output=True, check=False
+        [sys.executable, "-m", "consumers", *command.split()[1:], "--json"],
+        capture_output=True,
+        check=False,
+        preexec_fn=die_with_parent,
     )
     timeline = json.loads(shown.stdout)
     assert 0 == timeline["exit_code"], timeline

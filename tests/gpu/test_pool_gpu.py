@@ -25,6 +25,7 @@ from kvlog.buffers.pool_cuda import HostRegistration
 from kvlog.buffers.ring import RingReader, RingWriter, TableRow, create_ring
 from kvlog.errors import ConfigError
 from kvlog.ids import Epoch, Position, SessionId, Shard, Turn
+from tests.processes import die_with_parent
 
 pytestmark = pytest.mark.gpu
 
@@ -127,7 +128,11 @@ def test_gpu_daemon_killed_in_mid_attach_does_not_poison_the_engines_context(dev
     """The engine copies to its own GPU cache; the daemon dies by SIGKILL; every later CUDA call of the engine works."""
     count = 400
     ours = torch.empty(count * ROW, dtype=torch.uint8, device=device)  # the engine's context exists before
-    daemon = subprocess.Popen([sys.executable, "-c", DAEMON, str(ROW), str(count)], stdout=subprocess.PIPE)
+    daemon = subprocess.Popen(
+        [sys.executable, "-c", DAEMON, str(ROW), str(count)],
+        stdout=subprocess.PIPE,
+        preexec_fn=die_with_parent,
+    )
     try:
         assert daemon.stdout is not None
         said = json.loads(daemon.stdout.readline())

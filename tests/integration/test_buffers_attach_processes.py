@@ -16,6 +16,7 @@ from kvlog.buffers.memory import SealedMemory, attach
 from kvlog.buffers.pool import PoolOptions, open_pool
 from kvlog.errors import DecodeError
 from kvlog.ids import Position, SessionId, Shard
+from tests.processes import die_with_parent
 
 ROW_BYTES = 1000
 ROWS = 64
@@ -47,6 +48,7 @@ def daemon():
         [sys.executable, "-c", DAEMON, str(ROW_BYTES), str(ROWS)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        preexec_fn=die_with_parent,
     )
     yield child
     child.kill()
@@ -138,7 +140,12 @@ def test_engine_killed_in_mid_attach_leaves_the_pool_usable():
     pool.apply(key, Position(0), memoryview(bytes(8 << 10)), 1 << 10)
     pinned = pool.pin(key, Position(8))
     fd = pool.memory.reader_fd()
-    engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(fd)], pass_fds=(fd,), stdout=subprocess.PIPE)
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(fd)],
+        pass_fds=(fd,),
+        stdout=subprocess.PIPE,
+        preexec_fn=die_with_parent,
+    )
     os.close(fd)
     assert engine.stdout is not None
     assert engine.stdout.readline() == b"copying\n"

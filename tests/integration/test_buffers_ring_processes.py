@@ -16,6 +16,7 @@ import pytest
 
 from kvlog.buffers.doorbell import create_doorbell
 from kvlog.buffers.ring import RingReader, create_ring
+from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from kvlog.buffers.memory import SealedMemory
@@ -56,6 +57,7 @@ def start_writer(memory: SealedMemory, bell_fd: int, *, entries: int) -> subproc
         [sys.executable, "-c", WRITER, str(memory.fd), str(bell_fd), str(entries), str(ROW_BYTES)],
         pass_fds=(memory.fd, bell_fd),
         stdout=subprocess.PIPE,
+        preexec_fn=die_with_parent,
     )
     assert child.stdout is not None
     assert child.stdout.readline() == b"started\n"
@@ -141,7 +143,10 @@ def test_ring_head_stored_by_another_process_is_never_seen_half():
     """One store of 8 bytes: all of the old value or all of the new one."""
     with create_ring(4096) as memory:
         child = subprocess.Popen(
-            [sys.executable, "-c", STORER, str(memory.fd)], pass_fds=(memory.fd,), stdout=subprocess.PIPE
+            [sys.executable, "-c", STORER, str(memory.fd)],
+            pass_fds=(memory.fd,),
+            stdout=subprocess.PIPE,
+            preexec_fn=die_with_parent,
         )
         assert child.stdout is not None
         assert child.stdout.readline() == b"started\n"
@@ -173,13 +178,18 @@ def _kvlog_files() -> set[str]:
 def test_buffers_after_both_sides_were_killed_leave_nothing_in_dev_shm(first: str):
     """A memfd has no name: whichever side dies first, the memory goes with the last of them, and no file is left."""
     before = _kvlog_files()
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, preexec_fn=die_with_parent
+    )
     assert owner.stdout is not None
     ring_fd, pool_fd = map(int, owner.stdout.readline().split())
     # Opening another process's descriptor stands for receiving it over a socket.
     ours = [os.open(f"/proc/{owner.pid}/fd/{fd}", os.O_RDWR) for fd in (ring_fd, pool_fd)]
     peer = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=ours, stdout=subprocess.PIPE
+        [sys.executable, "-c", "import time; time.sleep(60)"],
+        pass_fds=ours,
+        stdout=subprocess.PIPE,
+        preexec_fn=die_with_parent,
     )
     inode = os.fstat(ours[0]).st_ino
     for fd in ours:

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.processes import die_with_parent
+
 pytestmark = pytest.mark.e2e
 
 EARLY = """
@@ -30,7 +32,12 @@ def test_engine_told_to_end_before_its_server_listens_to_signals_ends(number: in
     """A signal that comes between `ready` and the server's own handlers is not lost."""
     program = EARLY.format(number=int(number))
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=die_with_parent,
     )
     assert (0, "") == (done.returncode, done.stderr)
     assert done.stdout.startswith("ready ")

@@ -28,6 +28,7 @@ from tests.integration.served_engine import (
     text,
     wait_for,
 )
+from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -303,7 +304,7 @@ def test_http_engine_whose_loop_has_failed_says_so(tmp_path, monkeypatch):
 def process(path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """An engine process and its address."""
     command = [sys.executable, "-m", "kvlog.engines", "synthetic", "--link", os.fspath(path), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent) as started:
         assert started.stdout is not None
         ready, address = started.stdout.readline().split()
         assert ready == "ready"
@@ -356,7 +357,7 @@ def test_engine_process_stops_on_sigterm(tmp_path):
 def test_engine_process_with_a_bad_setting_says_which():
     """A wrong argument is a sentence and exit code 2, not a traceback."""
     command = [sys.executable, "-m", "kvlog.engines", "synthetic", "--row-bytes", "100"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=die_with_parent)
     assert done.returncode == 2
     assert "--row-bytes" in done.stderr
     assert "Traceback" not in done.stderr

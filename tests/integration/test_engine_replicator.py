@@ -28,6 +28,7 @@ from tests.integration.one_request import (
     replicating,
     wait_for,
 )
+from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from kvlog.engines.replicator import Replicator
@@ -324,7 +325,7 @@ def test_replicator_tokens_beyond_a_session_stay_unlogged(tmp_path):
 def start_daemon(path: Path, **knobs) -> subprocess.Popen[bytes]:
     """A daemon process that listens."""
     command = [sys.executable, "-m", "tests.integration.fake_daemon", str(path), json.dumps(knobs)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=die_with_parent)
     assert process.stdout is not None
     assert process.stdout.readline() == b"listening\n"
     return process

@@ -27,6 +27,7 @@ from kvlog.log.local_bell import TICK_SECONDS
 from kvlog.log.local_lock import Holder
 from kvlog.log.local_store import Paths
 from tests.integration.local_log_child import PARTITIONS
+from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +43,12 @@ def child(verb: str, directory: Path, argument: str = "") -> Iterator[subprocess
     """A process that runs one verb, killed at the end whatever happens."""
     command = [sys.executable, "-m", "tests.integration.local_log_child", verb, str(directory), argument]
     with subprocess.Popen(
-        command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent,
     ) as process:
         try:
             yield process
@@ -224,7 +230,9 @@ def test_disk_full_refuses_new_appends_and_keeps_the_pending(tmp_path: Path) -> 
     in_namespace = [unshare or "unshare", "--map-root-user", "--user", "--mount"]
     if (
         unshare is None
-        or subprocess.run([*in_namespace, "true"], check=False, capture_output=True).returncode
+        or subprocess.run(
+            [*in_namespace, "true"], check=False, capture_output=True, preexec_fn=die_with_parent
+        ).returncode
     ):
         pytest.skip(
             "a small filesystem of our own needs unprivileged user namespaces, which are not allowed here"
@@ -242,6 +250,7 @@ def test_disk_full_refuses_new_appends_and_keeps_the_pending(tmp_path: Path) -> 
         check=True,
         capture_output=True,
         text=True,
+        preexec_fn=die_with_parent,
     )
     said = json.loads(done.stdout)
     assert "the disk is full" in said["refused"]

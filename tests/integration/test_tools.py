@@ -16,6 +16,7 @@ from kvlog.engines.replayed import load_replayed
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
 from tests.model.llama import Run, random_folder, random_model
 from tests.nodes import Answer, Node, ask, until
+from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +40,7 @@ def tool(*arguments: object, **environment: str) -> tuple[int, dict[str, Any]]:
         timeout=60,
         check=False,
         env={**os.environ, **environment},
+        preexec_fn=die_with_parent,
     )
     assert "" == done.stderr
     return done.returncode, json.loads(done.stdout)

@@ -1,7 +1,7 @@
 """Real Kafka brokers (KRaft) on 127.0.0.1, started from Kafka's jars: what the tests against a real log run on.
 
 A folder of jars is all it takes: `libs/` of a Kafka distribution, of a Maven `dependency:copy-dependencies`, or the
-folder itself. Java 17 or newer. Brokers die with the process that started them (PR_SET_PDEATHSIG), however it ends.
+folder itself. Java 17 or newer. Brokers die with the process that started them (tests.processes), however it ends.
 
 Each broker has two listeners: PLAINTEXT, whose anonymous user may do everything, and SASL_SSL, where `alice` with the
 password `secret` may do what the ACLs say (nothing, at first).
@@ -10,7 +10,6 @@ password `secret` may do what the ACLs say (nothing, at first).
 from __future__ import annotations
 
 import base64
-import ctypes
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from tests.kafka.certificate import AUTHORITY, KEYSTORE, make_certificate
+from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +41,6 @@ __all__ = [
 
 START_SECONDS = 90.0
 STOP_SECONDS = 15.0
-PR_SET_PDEATHSIG = 1
 LOG4J = """<Configuration status="WARN"><Appenders>
 <Console name="out"><PatternLayout pattern="%d %p %c %m%n"/></Console></Appenders>
 <Loggers><Root level="INFO"><AppenderRef ref="out"/></Root></Loggers></Configuration>"""
@@ -52,8 +51,6 @@ TOOLS = {
     "e2e-latency": "org.apache.kafka.tools.EndToEndLatency",
     "groups": "org.apache.kafka.tools.consumer.group.ConsumerGroupCommand",
 }
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class BrokerFailed(Exception):
@@ -223,11 +220,6 @@ def copies_of(count: int) -> dict[str, str]:
     }
 
 
-def _die_with_parent() -> None:
-    """Runs in the child: the kernel kills it when the thread that started it ends."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 @dataclass(frozen=True)
 class JarTools:
     """The tools from a folder of jars.
@@ -257,7 +249,9 @@ class JarTools:
     def run(self, tool: str, *arguments: str) -> str:
         """See Tools.run."""
         command = self.java(TOOLS[tool], arguments)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, check=False, preexec_fn=die_with_parent
+        )
         if done.returncode:
             raise BrokerFailed(f"{tool} {' '.join(arguments)}: {done.stdout}{done.stderr}")
         return done.stdout
@@ -292,14 +286,14 @@ class JarBroker:
             if not (self.data / "meta.properties").exists():
                 form = ["format", "-t", self.cluster_id, "-c", str(settings)]
                 command = self.tools.java("kafka.tools.StorageTool", form, heap="128m", log4j=log4j)
-                subprocess.run(command, check=True, stdout=log, stderr=log)
+                subprocess.run(command, check=True, stdout=log, stderr=log, preexec_fn=die_with_parent)
             self.process = subprocess.Popen(
                 self.tools.java("kafka.Kafka", [str(settings)], log4j=log4j),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call; tests start brokers from the main thread
+                preexec_fn=die_with_parent,  # tests start brokers from the main thread
             )
 
     def wait(self) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from tests.kafka.broker import BrokerFailed, JarCluster, JarTools, jars_in
 from tests.kafka.container import IMAGE, ContainerCluster, why_no_engine
+from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -69,7 +70,14 @@ def java_version() -> int:
     java = shutil.which("java")
     if java is None:
         return 0
-    said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=60, check=False).stderr
+    said = subprocess.run(
+        [java, "-version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=die_with_parent,
+    ).stderr
     found = re.search(r'version "(\d+)', said)
     return int(found[1]) if found else 0
 
@@ -125,7 +133,14 @@ def _fetched(maven: str, cache: Path) -> Path:
     copy = ["dependency:copy-dependencies", f"-DoutputDirectory={cache}"]
     command = [maven, "-q", "-B", "-f", str(POM), *copy]
     try:
-        subprocess.run(command, capture_output=True, text=True, timeout=MAVEN_SECONDS, check=True)
+        subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=MAVEN_SECONDS,
+            check=True,
+            preexec_fn=die_with_parent,
+        )
     except subprocess.CalledProcessError as error:
         first = next((line for line in error.stdout.splitlines() if line.strip()), "")
         raise BrokerFailed(f"Maven cannot fetch the jars: {first[:200]}") from error

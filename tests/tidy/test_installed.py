@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import daemon
+from tests.processes import die_with_parent
 from tests.tidy.source import ROOT, real_tree
 
 # Imports each module named on the command line; prints which forbidden modules each one brought in, and which package
@@ -34,7 +35,9 @@ ENGINES = {"vllm", "transformers", "torch"}
 def probe(names: list[str], folder: Path) -> dict[str, dict[str, object]]:
     """Imports modules in a new process that runs in a folder, and gives what each brought in."""
     command = [sys.executable, "-c", PROBE, json.dumps(FORBIDDEN), *names]
-    output = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=True, preexec_fn=die_with_parent
+    ).stdout
     found: dict[str, dict[str, object]] = json.loads(output.splitlines()[-1])
     return found
 
@@ -47,7 +50,9 @@ def test_daemon_that_tests_import_is_ours() -> None:
 def test_daemon_that_programs_import_is_ours(tmp_path: Path) -> None:
     """The installed kvlogd finds our package from any folder."""
     command = [sys.executable, "-c", "import daemon; print(daemon.__file__)"]
-    output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=True, preexec_fn=die_with_parent
+    ).stdout
     assert Path(output.strip()).parent == ROOT / "daemon"
 
 

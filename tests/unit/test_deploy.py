@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.processes import die_with_parent
+
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = ROOT / "deploy/systemd/kvlogd.service"
 COMPOSE = ROOT / "deploy/compose/compose.yaml"
@@ -77,7 +79,7 @@ def test_unit_is_accepted_by_systemd(tmp_path: Path) -> None:
         UNIT.read_text(encoding="utf-8").replace("/opt/kvlog/bin/kvlogd", "/bin/true"), encoding="utf-8"
     )
     command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(unit)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=die_with_parent)
     assert (done.returncode, done.stderr) == (0, "")
 
 

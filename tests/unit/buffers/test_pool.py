@@ -19,6 +19,7 @@ from kvlog.buffers.pool_cuda import DeviceStore, open_device_store
 from kvlog.buffers.pool_tensor import view_blocks
 from kvlog.errors import ConfigError, LayoutMismatch, PoolFull, RowTooLarge
 from kvlog.ids import Position, SessionId, Shard
+from tests.processes import die_with_parent
 
 ROW = 100
 KEY = Key(SessionId("a"), Shard(0))
@@ -245,4 +246,6 @@ def test_view_blocks_is_the_pool_without_a_copy():
 def test_pool_on_the_host_does_not_import_torch():
     """A daemon without a GPU stays small."""
     code = "import sys, kvlog.buffers.pool, kvlog.buffers.attach; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, preexec_fn=die_with_parent).returncode == 0
+    )

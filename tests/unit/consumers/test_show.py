@@ -13,6 +13,7 @@ import pytest
 from consumers.__main__ import main
 from kvlog.records import Codec
 from kvlog.wire.tables import SESSIONS, SessionRow, encode_row
+from tests.processes import die_with_parent
 from tests.unit.consumers.written_log import WrittenLog, kvlog
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ def test_show_into_a_pipe_that_is_closed_keeps_its_exit_code(tmp_path: Path, mor
             stderr=subprocess.PIPE,
             timeout=60,
             check=False,
+            preexec_fn=die_with_parent,
         )
     assert (0, b"") == (done.returncode, done.stderr)
 

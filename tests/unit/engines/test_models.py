@@ -15,6 +15,7 @@ import pytest
 from kvlog.engines import models
 from kvlog.engines.models import ModelSource, cache_folder_default, ensure_model, main
 from kvlog.errors import ConfigError
+from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,7 +145,9 @@ def test_ensure_model_after_a_killed_build_starts_anew(tmp_path: Path, builds: B
         "models._SOURCES = (models._Source('x', models.ModelSource.HUB, build),)\n"
         "models.ensure_model(cache_folder=pathlib.Path(sys.argv[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", killed, str(tmp_path)], check=False, timeout=60, preexec_fn=die_with_parent
+    )
     assert -signal.SIGKILL == done.returncode
     assert list(tmp_path.rglob("half"))
     builds.use(builds.source("b"))

@@ -12,6 +12,7 @@ import pytest
 
 from kvlog.errors import ConfigError
 from kvlog.link.listener import PATH_BYTES_MAX, listen, peer_credentials
+from tests.processes import die_with_parent
 
 
 def test_listen_makes_a_socket_for_owner_and_group(tmp_path):
@@ -30,7 +31,10 @@ def test_listen_path_of_a_living_daemon_is_refused_and_names_its_pid(tmp_path):
         "print('up', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=die_with_parent,
     ) as other:
         assert other.stdout is not None
         assert other.stdin is not None

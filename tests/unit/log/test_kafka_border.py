@@ -25,6 +25,7 @@ from kvlog.log.kafka_protocol import (
     show_topic_id,
     unpack_epoch_end,
 )
+from tests.processes import die_with_parent
 
 VERSIONS = {0: (3, 11), 1: (4, 17), 3: (0, 13)}
 
@@ -267,5 +268,7 @@ def test_allocator_is_tuned_once_in_a_process_of_its_own() -> None:
     script = (
         "from kvlog.log.allocator import tune_allocator; print(tune_allocator(), len(bytearray(64 << 20)))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, preexec_fn=die_with_parent
+    )
     assert done.stdout in {"True 67108864\n", "False 67108864\n"}
