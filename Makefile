@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 ARGS ?=
 SEED ?=
+WORKERS ?= 2
 OWN := tests/unit tests/property tests/golden
 QUICK := not kafka and not gpu and not e2e and not slow and not model
 
@@ -18,11 +19,11 @@ venv: $(STAMP) ## the virtual environment, with the pinned versions
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 check: lint ## lint, and every test that needs no broker, engine or model (two minutes)
-	@$(BIN)/pytest -q -m "$(QUICK)" $(ARGS)
+	@$(BIN)/pytest -q -n $(WORKERS) -m "$(QUICK)" $(ARGS)
 cover: $(STAMP) ## branch coverage of kvlog/core and kvlog/wire by their own tests: must be 100 %
-	@$(BIN)/pytest -q --durations=15 --cov --cov-report=term-missing $(OWN)
+	@$(BIN)/pytest -q -n $(WORKERS) --durations=15 --cov --cov-report=term-missing $(OWN)
 test: lint cover ## everything, each test once; tests that lack a broker or a device skip and say so
-	@$(BIN)/pytest --durations=25 $(OWN:%=--ignore=%) $(ARGS)
+	@$(BIN)/pytest -q -n $(WORKERS) --durations=25 $(OWN:%=--ignore=%) $(ARGS)
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(BIN)/pytest -m gpu $(ARGS)
 demo: $(STAMP) ## an answer that survives kill -9 (ARGS=--help for more)

@@ -104,9 +104,9 @@ def test_pick_with_top_k_and_top_p_takes_the_share_of_what_top_k_left() -> None:
 def test_pick_with_top_p_over_a_flat_vocabulary_looks_past_the_first_candidates() -> None:
     """A nucleus wider than the first candidates is still exactly the shortest prefix."""
     sampler = Sampler(temperature=1, top_p=0.5, seed=3)
-    drawn = {sampler.pick(np.zeros(4000, dtype=np.float32), draw) for draw in range(3000)}
-    assert max(drawn) < 2000
-    assert len(drawn) > 1400
+    drawn = {sampler.pick(np.zeros(1000, dtype=np.float32), draw) for draw in range(1000)}
+    assert max(drawn) < 500
+    assert len(drawn) > 400
 
 
 def test_pick_with_forbidden_tokens_never_draws_them() -> None:
