@@ -142,7 +142,7 @@ def daemon_config(folder: Path, name: str, log_url: str, **sections: dict[str, o
 
 @dataclass
 class Node:
-    """One daemon and one engine."""
+    """One daemon and one engine; `start_program` starts the engine."""
 
     folder: Path
     name: str
@@ -151,6 +151,7 @@ class Node:
     daemon: Process | None = None
     engine: Process | None = None
     url: str = ""
+    start_program: Callable[[Sequence[str], Path], Process] = Process
 
     @classmethod
     def start(
@@ -203,7 +204,7 @@ class Node:
             "--link",
             str(self.folder / f"{self.name}.sock"),
         ]
-        self.engine = Process(arguments, output)
+        self.engine = self.start_program(arguments, output)
         return self.engine
 
     def start_engine(self) -> Process:
