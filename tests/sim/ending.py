@@ -18,7 +18,7 @@ from tests.sim.engine import Phase
 if TYPE_CHECKING:
     from kvlog.core.primary import PrimaryCore
     from kvlog.ids import Partition
-    from tests.sim.engine import Conversation
+    from tests.sim.engine import Conversation, Request
     from tests.sim.shell import Shell
     from tests.sim.world import World
 
@@ -104,18 +104,34 @@ def _round(world: World, node: Shell) -> bool:
 
 def _claim(world: World, node: Shell, conversation: Conversation) -> None:
     """A new request of the conversation must be logged to its end, and be what the log then holds."""
+    if _has_lost_records(world, node, conversation):  # which shows at its next record only
+        _last_request(world, node, conversation)
+    where = f"{node.name} {conversation.session}"
+    request = _last_request(world, node, conversation)
+    require(request.epoch > 0, "SessionClaimable", where, request.phase)
+    require(request.phase is Phase.DONE, "NoTurnStuck", where, request.phase)
+    known = world.checkers.references[world.around.partition_of[conversation.session]].known
+    held = known[conversation.session].tokens
+    require(held == request.tokens, "Converged", where, held, request.tokens)
+
+
+def _last_request(world: World, node: Shell, conversation: Conversation) -> Request:
     tokens = [*conversation.seen[: world.rng.randint(0, LAST_PROMPT_MAX)], 0]
     request = world.request(node, conversation, tokens)
     request.target, request.ids_only = len(tokens) + 2, False
     world.around.now_ns += 1
     node.engine.begin(request)
     _come_to_rest(world)
-    where = f"{node.name} {conversation.session}"
-    require(request.epoch > 0, "SessionClaimable", where, request.phase)
-    require(request.phase is Phase.DONE, "NoTurnStuck", where, request.phase)
-    known = world.checkers.references[world.around.partition_of[conversation.session]].known
-    held = known[conversation.session].tokens
-    require(held == request.tokens, "Converged", where, held, request.tokens)
+    return request
+
+
+def _has_lost_records(world: World, node: Shell, conversation: Conversation) -> bool:
+    """Whether the node owns the session, and what it wrote last was lost in silence or with a tail."""
+    assert node.core is not None, "no node dies while the run is drained"
+    primary = node.core.primary(conversation.session)
+    if primary is None or primary.is_drained(node.core.state(conversation.session)):
+        return False
+    return _may_be_lost(world, primary)
 
 
 def _is_well(world: World, node: Shell) -> None:
