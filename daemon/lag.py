@@ -6,9 +6,7 @@ A session's records are needed from its root on, by whoever does not know it yet
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvlog.core.lag import LagMeter, LagSample, Needed, needed_of
@@ -21,11 +19,12 @@ if TYPE_CHECKING:
     from daemon.telemetry import Telemetry
     from kvlog.core.standby import StandbyCore
     from kvlog.ids import Offset, Partition
-    from kvlog.log.base import Log
+    from kvlog.log.base import Log, PartitionBounds
 
 __all__ = ["LagWatch"]
 
 _LOOK_SECONDS = 2.0
+_ANSWER_SECONDS = 2.0
 _SESSIONS_A_SECOND = 5000
 """So many states are looked through on average: 100,000 of one partition take a thirtieth of a second, every 20 s."""
 
@@ -49,23 +48,20 @@ class LagWatch:
 
     async def look(self, log: Log) -> None:
         """Measure once; what cannot be known now is absent, and who needs the log says why."""
-        for partition, core in list(self._shell.core.partitions.items()):
-            sample = LagSample(_now_ms(), None, None, core.applied)
-            with contextlib.suppress(KvlogError):
-                bounds = await log.bounds(partition)
-                needed = self._needed_of(partition, core, bounds.log_start)
-                # What was applied is read after the watermark, so that nothing counts as lag that is none.
-                sample = replace(
-                    sample,
-                    at_ms=_now_ms(),
-                    log_start=bounds.log_start,
-                    high_watermark=bounds.high_watermark,
-                    applied=core.applied,
-                    needed=needed.offset,
-                )
+        partitions = list(self._shell.core.partitions)
+        found = await asyncio.gather(*(_bounds(log, partition) for partition in partitions))
+        for partition, bounds in zip(partitions, found, strict=True):
             meter = self._meters.setdefault(partition, LagMeter())
-            self._telemetry.metrics.show_lag(partition, meter.observe(sample))
+            self._telemetry.metrics.show_lag(partition, meter.observe(self._sample(partition, bounds)))
         self._telemetry.metrics.sessions_truncated.set(self._index.truncated)
+
+    def _sample(self, partition: Partition, bounds: PartitionBounds | None) -> LagSample:
+        """What was applied is read after the watermark, so that nothing counts as lag that is none."""
+        core = self._shell.core.partitions[partition]
+        if bounds is None:
+            return LagSample(_now_ms(), None, None, core.applied)
+        needed = self._needed_of(partition, core, bounds.log_start)
+        return LagSample(_now_ms(), bounds.log_start, bounds.high_watermark, core.applied, needed.offset)
 
     def _needed_of(self, partition: Partition, core: StandbyCore, log_start: Offset) -> Needed:
         """The states are looked through when it is their turn; a node that follows thousands has more to do."""
@@ -81,6 +77,15 @@ class LagWatch:
         self._index.needed = {int(p): int(one.offset) for p, one in self._needed.items()}
         self._index.truncated = sum(one.sessions_truncated for one in self._needed.values())
         return seen
+
+
+async def _bounds(log: Log, partition: Partition) -> PartitionBounds | None:
+    """None: not known now. A broker that hangs must not leave the figures of before on show."""
+    try:
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            return await log.bounds(partition)
+    except (KvlogError, TimeoutError):
+        return None
 
 
 def _now_ms() -> int:

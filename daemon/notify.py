@@ -11,6 +11,10 @@ import socket
 __all__ = ["Notifier"]
 
 
+_DELIVERY_SECONDS = 1.0
+"""For what is said once; a service manager that does not read must not hold up the daemon's loop."""
+
+
 class Notifier:
     """Sends datagrams to $NOTIFY_SOCKET; without one every call does nothing."""
 
@@ -38,20 +42,21 @@ class Notifier:
 
     def ready(self, status: str) -> None:
         """We serve."""
-        self._send(f"READY=1\nSTATUS={status}")
+        self._send(f"READY=1\nSTATUS={status}", _DELIVERY_SECONDS)
 
     def stopping(self) -> None:
         """We have begun to stop."""
-        self._send("STOPPING=1")
+        self._send("STOPPING=1", _DELIVERY_SECONDS)
 
     def watchdog(self, status: str) -> None:
-        """We are alive."""
-        self._send(f"WATCHDOG=1\nSTATUS={status}")
+        """We are alive; said again soon, so that it may be lost."""
+        self._send(f"WATCHDOG=1\nSTATUS={status}", 0.0)
 
-    def _send(self, text: str) -> None:
+    def _send(self, text: str, seconds_max: float) -> None:
         if self._address is None:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as connection:
+            connection.settimeout(seconds_max)
             try:
                 connection.sendto(text.encode(), self._address)
             except OSError:

@@ -87,6 +87,11 @@ class Publisher:
         first = next(iter(self._pending.values()), None)
         return time.monotonic() - first.began if first else 0.0
 
+    @property
+    def trouble(self) -> KvlogError | None:
+        """Why the log takes nothing just now; None: it does, or it is not known yet that it does not."""
+        return self._writer.trouble if self._writer is not None else None
+
     async def room(self) -> None:
         """Wait until less than the bound is pending."""
         await self._room.wait()
@@ -116,8 +121,12 @@ class Publisher:
     def alert_late(self) -> None:
         """Say so while the oldest record has waited for too long; called once in a while."""
         if self.oldest_seconds > _LATE_SECONDS:
-            seconds = round(self.oldest_seconds, 1)
-            self._telemetry.say(Event.APPEND_LATE, oldest_seconds=seconds, pending_bytes=self._pending_bytes)
+            self._telemetry.say(
+                Event.APPEND_LATE,
+                oldest_seconds=round(self.oldest_seconds, 1),
+                pending_bytes=self._pending_bytes,
+                problem=str(self.trouble or "none known yet"),
+            )
 
     def _append(self, effect: AppendRecord) -> None:
         record = effect.record

@@ -78,8 +78,10 @@ class Service:
                 self._tasks = tasks
                 served = [tasks.create_task(c) for c in self._loops()]
                 opening = tasks.create_task(self._with_log())
-                parts.notifier.ready("waiting for the log")
-                parts.telemetry.say(Event.DAEMON_READY, socket=str(parts.settings.link.socket))
+                parts.notifier.ready(self._waiting)
+                parts.telemetry.say(
+                    Event.DAEMON_READY, socket=str(parts.settings.link.socket), log=parts.log.where
+                )
                 await self._stop.wait()
                 await self._shut_down()
                 serving, *others = served
@@ -209,13 +211,19 @@ class Service:
         parts = self._parts
         up = self._log_open and parts.tail.is_up
         return {
-            "publish": Sample(parts.publisher.completed, up and parts.publisher.pending_bytes > 0),
+            "publish": Sample(parts.publisher.completed, up and self._could_publish()),
             "fetch": Sample(parts.tail.polls, up),
             "apply": Sample(parts.tail.applied, up and parts.tail.is_applying),
         }
 
+    def _could_publish(self) -> bool:
+        """A log that can be read and says why it takes nothing (replicas missing, disk full) is not our being stuck."""
+        publisher = self._parts.publisher
+        return publisher.pending_bytes > 0 and publisher.trouble is None
+
     def _show(self) -> None:
         metrics, core = self._parts.telemetry.metrics, self._parts.shell.core
+        metrics.append_oldest_seconds.set(self._parts.publisher.oldest_seconds)
         owned = sum(1 for _ in core.primaries())
         known = sum(c.session_count for c in core.partitions.values())
         metrics.sessions.labels("primary").set(owned)
@@ -226,10 +234,14 @@ class Service:
         metrics.pool_blocks.labels("used").set(counts.used)
         metrics.pool_blocks.labels("pinned").set(counts.pinned)
 
+    @property
+    def _waiting(self) -> str:
+        return f"waiting for the log at {self._parts.log.where}"
+
     def _status(self) -> str:
         core = self._parts.shell.core
         known = sum(c.session_count for c in core.partitions.values())
-        where = "log up" if self._log_open and self._parts.tail.is_up else "waiting for the log"
+        where = "log up" if self._log_open and self._parts.tail.is_up else self._waiting
         return f"{where}, {known} sessions, {self._parts.control.engines} engines"
 
     # What the fold says

@@ -148,6 +148,11 @@ class Metrics:
         self.append_queue_bytes = Gauge(
             "kvlog_append_queue_bytes", "Given to the log, not durable yet.", registry=r
         )
+        self.append_oldest_seconds = Gauge(
+            "kvlog_append_oldest_seconds",
+            "Age of the oldest record given to the log and not durable: so much is lost if this node dies now.",
+            registry=r,
+        )
         self.rows_taken = Counter("kvlog_ring_rows_total", "Rows taken from rings.", registry=r)
         self.rows_dropped = Counter(
             "kvlog_ring_rows_dropped_total", "Rows of another turn or epoch.", registry=r

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from kvlog.errors import KvlogError
     from kvlog.ids import Offset, Partition
 
 __all__ = [
@@ -72,6 +73,11 @@ class PartitionBounds:
 
 class LogWriter(Protocol):
     """Appends messages. One writer a process; safe to use from many tasks of one event loop."""
+
+    @property
+    def trouble(self) -> KvlogError | None:
+        """Why nothing becomes durable just now, for people; None: all is well, as far as is known yet."""
+        ...
 
     async def append(self, request: AppendRequest) -> asyncio.Future[Offset]:
         """Give the message its place in the partition's order.

@@ -75,8 +75,8 @@ class KafkaWriter:
 
     @property
     def trouble(self) -> KvlogError | None:
-        """Why nothing is acknowledged just now, for people; None while all is well."""
-        return self._trouble
+        """See base.LogWriter.trouble."""
+        return self._refused or self._trouble
 
     @property
     def pending_bytes(self) -> int:

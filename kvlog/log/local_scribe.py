@@ -99,6 +99,11 @@ class Scribe:
         """Start the thread."""
         self._thread.start()
 
+    @property
+    def down(self) -> LogUnavailable | None:
+        """Why nothing can be written now; None: it can, as far as was seen."""
+        return self._down
+
     async def submit(
         self, work: Callable[[Transaction], object], *, size: int, partition: int | None = None
     ) -> asyncio.Future[Any]:

@@ -34,6 +34,11 @@ class LocalWriter:
         self._pending: dict[asyncio.Future[Offset], Partition] = {}
         self._closed = False
 
+    @property
+    def trouble(self) -> LogUnavailable | None:
+        """See LogWriter.trouble."""
+        return self._scribe.down
+
     async def append(self, request: AppendRequest) -> asyncio.Future[Offset]:
         """Queue one message; see LogWriter.append. The value's buffer is the caller's again when this returns."""
         assert 0 <= request.partition < self._partitions, (

@@ -94,6 +94,10 @@ class LogSettings(BaseModel):
         return value
 
 
+_READ_ONLY_SECONDS = 10.0
+"""Of one request of a tool: a person waits for it, and sees a broker that hangs by nothing else."""
+
+
 def make_log(settings: LogSettings, *, client_id: str | None = None, read_only: bool = False) -> Log:
     """The log that the settings name; nothing is opened yet.
 
@@ -119,7 +123,9 @@ def make_log(settings: LogSettings, *, client_id: str | None = None, read_only: 
         )
     assert place.bootstrap is not None, "a place is a directory or a cluster"
     options = _kafka_options(settings, place.bootstrap, client_id or settings.kafka.client_id)
-    return kafka_log(replace(options, read_only=read_only))
+    return kafka_log(
+        replace(options, read_only=True, timeout_seconds=_READ_ONLY_SECONDS) if read_only else options
+    )
 
 
 def _kafka_options(settings: LogSettings, bootstrap: str, client_id: str) -> KafkaOptions:

@@ -49,13 +49,15 @@ class FakeCore:
 
 
 class FakeLog:
-    """Has its bounds, or is away."""
+    """Has its bounds, or is away, or does not answer."""
 
     def __init__(self, start: int, end: int) -> None:
-        self.is_up = True
+        self.is_up, self.hangs = True, False
         self.found = PartitionBounds(Offset(start), Offset(end))
 
     async def bounds(self, _partition: Partition) -> PartitionBounds:
+        if self.hangs:
+            await asyncio.Event().wait()
         if not self.is_up:
             raise LogUnavailable(where="here", problem="away")
         return self.found
@@ -115,11 +117,14 @@ def test_lag_seconds_are_those_since_the_oldest_record_that_is_not_applied(
     assert (20, 6.0) == (figures["lag_records"], figures["lag_seconds"])
 
 
-def test_figures_that_an_outage_hides_are_absent_and_come_back() -> None:
-    """Unknown is never 0."""
+def test_figures_that_an_outage_hides_are_absent_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unknown is never 0, nor what it was before."""
     watched = Watched(FakeLog(start=30, end=100))
     watched.look()
     watched.log.is_up = False
     assert {"sessions_truncated"} == set(watched.look())
     watched.log.is_up = True
     assert 10 == watched.look()["lag_records"]
+    monkeypatch.setattr("daemon.lag._ANSWER_SECONDS", 0.01)
+    watched.log.hangs = True
+    assert {"sessions_truncated"} == set(watched.look())

@@ -10,7 +10,7 @@ from daemon.telemetry import Telemetry
 from kvlog.checksums import digest
 from kvlog.core.effects import AppendRecord
 from kvlog.core.inputs import AppendFailed
-from kvlog.errors import OutcomeUnknown, RowTooLarge
+from kvlog.errors import LogUnavailable, OutcomeUnknown, RowTooLarge
 from kvlog.ids import Epoch, NodeId, Nonce, Offset, Partition, Position, Seq, SessionId, Writer
 from kvlog.layout import DType, Identity, Layout
 from kvlog.records import Claim, Truncate
@@ -51,6 +51,7 @@ class FakeWriter:
     def __init__(self) -> None:
         self.futures: list[tuple[AppendRequest, asyncio.Future[Offset]]] = []
         self.refuses_at_once = False
+        self.trouble: LogUnavailable | None = None
 
     async def append(self, request: AppendRequest) -> asyncio.Future[Offset]:
         future: asyncio.Future[Offset] = asyncio.get_running_loop().create_future()
@@ -180,3 +181,18 @@ async def test_publisher_sends_nothing_behind_a_record_that_was_refused_at_once(
     await bench.sent(2)
     assert [7, 1] == [request.epoch for request, _ in bench.writer.futures]
     assert [AppendFailed(truncate("s", 7))] == bench.shell.told
+
+
+async def test_late_append_says_why_the_log_takes_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas that are missing are not seen by reading: who looks for a loop that is stuck must know them too."""
+    said: list[dict[str, object]] = []
+    monkeypatch.setattr(Telemetry, "say", lambda _, __, **fields: said.append(fields))
+    monkeypatch.setattr("daemon.primary._LATE_SECONDS", -1.0)
+    bench.send(claim_of("s", 1))
+    await bench.sent(1)
+    bench.writer.trouble = trouble = LogUnavailable(where="here", problem="NOT_ENOUGH_REPLICAS")
+    assert trouble is bench.publisher.trouble
+    bench.publisher.alert_late()
+    assert "NOT_ENOUGH_REPLICAS" in str(said[0]["problem"])

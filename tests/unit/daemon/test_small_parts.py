@@ -94,6 +94,18 @@ def test_notifier_tells_systemd_and_is_silent_elsewhere(tmp_path: Path) -> None:
     Notifier(str(tmp_path / "gone")).ready("serving")
 
 
+def test_service_manager_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
+    """A datagram socket's queue is ten long: past it the daemon's loop would stand in the kernel."""
+    path = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(path))
+        notifier, began = Notifier(str(path), "30000000"), time.monotonic()
+        for _ in range(2000):
+            notifier.watchdog("fine")
+        notifier.stopping()
+        assert time.monotonic() - began < 5
+
+
 def test_shell_finishes_one_input_before_it_takes_the_next() -> None:
     """An input that a handler gives waits until the effects of the current one are done."""
     session = SessionId("s")
