@@ -1,11 +1,12 @@
 """`acked` mode: whether a token may leave the engine yet; no I/O, no clock.
 
-The token at position n is drawn from the KV of positions 0 to n − 1. It is shown once the log holds all of them, as the
-daemon's own fold says: whatever a user has seen can then be continued from the log, without computing anything again.
-What is late is shown all the same and from then on nothing is held (`degrade`), or it fails the answer (`fail`).
+The token at position n is drawn from the KV of positions 0 to n − 1. INV-ACKED: it is shown once the log holds all of
+them, as the daemon's own fold says: what a user has seen can then be continued from the log, without computing anything
+again. What is late is shown all the same and from then on nothing is held (`degrade`), or it fails the answer (`fail`).
 
     judge ──▶ SHOW   n rows are acknowledged, or the answer has degraded
               HOLD   ask again when the turn has changed, or at the deadline
+              DROP   the answer has failed: this token is never shown, nor is one after it
               FENCED another node has the session: show nothing more
               LATE   the deadline has passed, or the turn is not logged, and the setting is `fail`
 """
@@ -36,6 +37,7 @@ class Passage(StrEnum):
 
     SHOW = "show"
     HOLD = "hold"
+    DROP = "drop"
     FENCED = "fenced"
     LATE = "late"
 
@@ -61,6 +63,7 @@ class AckedGate:
         self._position = position
         self._given_up: str | None = None
         self._late: str | None = None
+        self._failed = False
 
     @property
     def late(self) -> str | None:
@@ -78,6 +81,8 @@ class AckedGate:
         if self._late is None and handle.fenced.is_set():
             return Passage.FENCED
         if self._late is None and handle.acked_length < self._position:
+            if self._failed:
+                return Passage.DROP
             late = self.hopeless(handle, drawn, now)
             if late is None:
                 return Passage.HOLD
@@ -103,3 +108,7 @@ class AckedGate:
     def give_up(self, why: str) -> None:
         """The turn is about to be closed, and will say nothing any more; the first reason stays."""
         self._given_up = self._given_up or why
+
+    def fail(self) -> None:
+        """The answer ends with an error, which cannot say that anything degraded: nothing is shown unacknowledged."""
+        self._failed = True

@@ -12,6 +12,7 @@ from kvlog.engines.jobs import FENCED, Failed
 
 if TYPE_CHECKING:
     from kvlog.engines.acked_gate import AckedGate
+    from kvlog.engines.generation import NewToken
     from kvlog.engines.turns import TurnHandle
 
 __all__ = ["AckedOutput"]
@@ -32,10 +33,13 @@ class AckedOutput:
 
         handle.watch(wake)
 
-    async def wait(self, drawn: float) -> Failed | None:
-        """Wait until the next token may be shown. Returns: None; or what the answer ends with, instead of it.
+    async def wait(self, token: NewToken, drawn: float) -> NewToken | Failed | None:
+        """Wait until the next token may be shown.
+
+        Returns: the token; or what the answer ends with, instead of it; None: never, its answer's end is on its way.
 
         Args:
+            token: the next one.
             drawn: when the token was drawn, monotonic seconds.
         """
         gate = self._gate
@@ -45,6 +49,8 @@ class AckedOutput:
             passage = gate.judge(self._handle, drawn, now)
             match passage:
                 case Passage.SHOW:
+                    return token
+                case Passage.DROP:
                     return None
                 case Passage.FENCED:
                     return FENCED

@@ -15,9 +15,11 @@ from kvlog.engines.generation import GenerationRequest
 from kvlog.engines.sampler import SEED_END, Sampler
 from kvlog.errors import ConfigError, InvalidSessionId, KvlogError, LocalProtocolError
 from kvlog.ids import SessionId, parse_session_id
-from kvlog.modes import SyncMode, parse_sync_mode
+from kvlog.modes import FULL, IDS, SyncMode, parse_sync_mode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvlog.engines.base import StepModel
 
 __all__ = ["ACKED_SECONDS_MAX", "BODY_BYTES_MAX", "Call", "parse_call", "sentence"]
@@ -61,7 +63,7 @@ class Call:
     Args:
         request: what to compute.
         session: None: named only by the request.
-        mode: how closely to log it; None: the daemon's setting.
+        mode: how closely to log it; None: the daemon's setting; with `acked` never that, and never token ids only.
         stream: answer in events.
         return_token_ids: token ids in each chunk.
         kv_digests: lengths whose rows are to be digested at the end; None: not asked.
@@ -81,14 +83,14 @@ class Call:
     acked_seconds: float | None
 
 
-def parse_call(data: bytes, model: StepModel, *, chat: bool, session_header: str | None) -> Call:
+def parse_call(data: bytes, model: StepModel, *, chat: bool, session_headers: Sequence[bytes]) -> Call:
     """Check a body.
 
     Args:
         data: the body's bytes.
         model: for token ids and its limits.
         chat: messages instead of a prompt.
-        session_header: X-Session-ID; the body's `session` wins.
+        session_headers: the values of X-Session-ID; the body's `session` wins.
 
     Raises:
         LocalProtocolError: it cannot be served (fields: field, problem; or those of Sampler); see `sentence`.
@@ -104,7 +106,7 @@ def parse_call(data: bytes, model: StepModel, *, chat: bool, session_header: str
         raise _wrong("messages" if chat else "prompt", problem)
     resume = fields.tokens("resume_token_ids", model.vocabulary)
     limit_name = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
-    session = fields.text("session") if fields.has("session") else session_header
+    acked = fields.flag("acked")
     request = GenerationRequest(
         prompt=tuple(prompt),
         resume=tuple(resume),
@@ -114,13 +116,13 @@ def parse_call(data: bytes, model: StepModel, *, chat: bool, session_header: str
     )
     return Call(
         request,
-        None if session is None else parse_session_id(session),
-        _mode(fields),
+        _session(fields, session_headers),
+        _mode(fields, acked=acked),
         stream=fields.flag("stream"),
         return_token_ids=fields.flag("return_token_ids"),
         kv_digests=_kv_digests(fields),
         take_over=bool(resume) or fields.flag("take_over"),
-        acked=fields.flag("acked"),
+        acked=acked,
         acked_seconds=_acked_seconds(fields),
     )
 
@@ -137,6 +139,31 @@ def sentence(error: KvlogError) -> str:
 
 def _wrong(field: str, problem: str) -> LocalProtocolError:
     return LocalProtocolError(field=field, problem=problem)
+
+
+def _whole(name: str, text: str) -> str:
+    """Text that can be encoded: JSON can spell half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _wrong(name, "it has a lone surrogate, which is no character") from None
+    return text
+
+
+def _session(fields: _Fields, headers: Sequence[bytes]) -> SessionId | None:
+    if fields.has("session"):
+        named = fields.get("session")
+        if not isinstance(named, str):
+            raise InvalidSessionId(problem="it is not a string")
+        return parse_session_id(named)
+    if not headers:
+        return None
+    if len(headers) > 1:
+        raise InvalidSessionId(problem=f"there are {len(headers)} headers X-Session-ID")
+    try:
+        return parse_session_id(headers[0].decode())  # not as HTTP's Latin-1: it is the body's session
+    except UnicodeDecodeError:
+        raise InvalidSessionId(problem="the header X-Session-ID is not UTF-8") from None
 
 
 def _json(data: bytes) -> dict[str, object]:
@@ -194,7 +221,10 @@ class _Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _wrong(name, "it is not a number")
-        return value
+        try:
+            return float(value)
+        except OverflowError:
+            raise _wrong(name, "it is too large") from None
 
     def tokens(self, name: str, vocabulary: int) -> list[int]:
         value = self._body.get(name)
@@ -209,11 +239,11 @@ class _Fields:
 
 def _prompt(fields: _Fields, model: StepModel) -> list[int]:
     prompt = fields.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        prompt = prompt[0]
     if isinstance(prompt, str):
-        return model.encode(prompt)
+        return model.encode(_whole("prompt", prompt))
     if isinstance(prompt, list):
-        if len(prompt) == 1 and isinstance(prompt[0], str):
-            return model.encode(prompt[0])
         return fields.tokens("prompt", model.vocabulary)
     raise _wrong("prompt", "it is neither a string nor a list of token ids")
 
@@ -238,7 +268,7 @@ def _message(message: object) -> tuple[str, str]:
         content = "".join(str(part) for part in parts)
     if not isinstance(content, str):
         raise _wrong("messages", "a message's content is not text")
-    return str(message["role"]), content
+    return _whole("messages", str(message["role"])), _whole("messages", content)
 
 
 def _sampler(fields: _Fields) -> Sampler:
@@ -258,7 +288,7 @@ def _stops(fields: _Fields) -> tuple[str, ...]:
         raise _wrong("stop", f"it is not a string or a list of at most {_STOPS_MAX} strings")
     if not all(isinstance(text, str) and 1 <= len(text) <= _STOP_CHARACTERS_MAX for text in stops):
         raise _wrong("stop", f"a stop string does not have 1 to {_STOP_CHARACTERS_MAX} characters")
-    return tuple(stops)
+    return tuple(_whole("stop", text) for text in stops)
 
 
 def _kv_digests(fields: _Fields) -> tuple[int, ...] | None:
@@ -280,11 +310,16 @@ def _acked_seconds(fields: _Fields) -> float | None:
     return seconds
 
 
-def _mode(fields: _Fields) -> SyncMode | None:
+def _mode(fields: _Fields, *, acked: bool) -> SyncMode | None:
     text = fields.text("sync")
     if text is None:
-        return None
+        return FULL if acked else None  # the daemon's setting may be one that has no rows in the log
     try:
-        return parse_sync_mode(text)
+        mode = parse_sync_mode(text)
     except ConfigError as error:
         raise _wrong("sync", f"{error.problem}, {error.fix}") from None
+    if acked and mode == IDS:
+        raise _wrong(
+            "sync", "ids puts no rows into the log that acked could wait for, leave one of the two out"
+        )
+    return mode

@@ -110,8 +110,8 @@ class EngineServer:
         if data is None:
             return JSONResponse(error_body("invalid_request", f"body: over {BODY_BYTES_MAX} bytes."), 413)
         try:
-            session = request.headers.get("x-session-id")
-            call = parse_call(data, self._model, chat=chat, session_header=session)
+            sessions = [value for name, value in request.headers.raw if name == b"x-session-id"]
+            call = parse_call(data, self._model, chat=chat, session_headers=sessions)
         except LocalProtocolError as error:
             return JSONResponse(error_body("invalid_request", sentence(error)), 400)
         answering = self._answering(call, chat=chat)
@@ -149,6 +149,8 @@ class EngineServer:
         running = asyncio.get_running_loop()
 
         def sink(told: AnswerEvent) -> None:
+            if gate is not None and isinstance(told, Failed):
+                gate.fail()
             with contextlib.suppress(RuntimeError):  # the event loop has ended before the step loop
                 running.call_soon_threadsafe(events.put_nowait, (time.monotonic(), told))
 
@@ -208,15 +210,17 @@ async def _told(answering: _Answering) -> AsyncIterator[AnswerEvent]:
     """An answer's events, each when it may be shown; the last one is Finished or Failed."""
     job, held = answering.job, None
     while True:
+        told: AnswerEvent | None
         at, told = await answering.events.get()
         if isinstance(told, NewToken) and job.acked is not None:
             if held is None:
                 assert job.handle is not None, "a turn is opened before its first token"
                 held = AckedOutput(job.acked, job.handle)
-            told = await held.wait(at) or told
-        yield told
-        if not isinstance(told, NewToken):
-            return
+            told = await held.wait(told, at)
+        if told is not None:
+            yield told
+            if not isinstance(told, NewToken):
+                return
 
 
 async def _body(request: Request) -> bytes | None:

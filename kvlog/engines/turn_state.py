@@ -248,7 +248,9 @@ class TurnState:
 
     def _open(self, link: EngineLink, opened: TurnOpened) -> None:
         self.epoch = max(self.epoch, opened.epoch)
-        self.acked_length = opened.log_from  # also less than before: what is behind it is written anew
+        # Also less than before: what is behind log_from is written anew. Below it may be rows that are still on their
+        # way; what is handed out is in the log, and the first new row that is acknowledged speaks for all before it.
+        self.acked_length = min(opened.log_from, opened.attach_length)
         self._refusals = 0
         cursor = LogCursor(opened.turn, opened.epoch, session_hash(self.request.session), opened.log_from)
         self.phase = Logged(link, cursor, opened)

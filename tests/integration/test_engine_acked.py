@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
+import httpx
 import pytest
 
 from kvlog.engines.acked_gate import AckedOptions, Late
+from kvlog.engines.synthetic import SyntheticModel
 from kvlog.link.messages import EndedReason, UnloggedReason
 from tests.integration.fake_daemon import FakeDaemon, Knobs
 from tests.integration.served_engine import (
@@ -21,12 +23,11 @@ from tests.integration.served_engine import (
     ids,
     serving,
     streamed,
+    text,
     wait_for,
 )
 
 if TYPE_CHECKING:
-    import httpx
-
     from tests.integration.fake_daemon import Running
 
 BODY = {"prompt": PROMPT, "return_token_ids": True, "stream": True, "acked": True, "acked_seconds": SECONDS}
@@ -195,3 +196,81 @@ def test_acked_answers_that_are_kept_for_the_log_are_bounded(tmp_path):
             assert ("degraded", "overloaded") == acked(answer)
             resume(running)
         assert ("held", None) == acked(reading.chunks[-1])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_acked_answer_whose_client_leaves_is_not_kept_for_the_log(tmp_path, stream):
+    """Nobody waits any more: its turn and its cache go at once, long before anything is late."""
+    with (
+        FakeDaemon.running(tmp_path / "s", Knobs(paused=True)) as running,
+        serving(tmp_path / "s", active_max=1) as served,
+    ):
+        body = {**BODY, "session": "a", "max_tokens": 5, "stream": stream, "acked_seconds": 600}
+        with (
+            httpx.Client(base_url=served.client.base_url, timeout=httpx.Timeout(0.3)) as leaving,
+            pytest.raises(httpx.ReadTimeout),
+            leaving.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            list(events(response))
+        wait_for(lambda: 1 in running.daemon.turns and running.daemon.turns[1].closed_at is not None)
+
+
+def test_acked_answer_that_fails_shows_nothing_that_the_log_has_not(tmp_path, monkeypatch):
+    """An error has no place to say that tokens before it were late: who goes on elsewhere has what is in the log."""
+    forward = SyntheticModel.forward
+
+    def failing(self, cache, tokens):
+        if cache.length > len(PROMPT) + 3:
+            raise MemoryError("too much")
+        return forward(self, cache, tokens)
+
+    monkeypatch.setattr(SyntheticModel, "forward", failing)
+    with FakeDaemon.running(tmp_path / "s", Knobs(paused=True)), serving(tmp_path / "s") as served:
+        chunks = streamed(served.client, max_tokens=10, session="a", acked=True, acked_seconds=SECONDS)
+        assert ["internal"] == [chunk.get("error", {}).get("type") for chunk in chunks]
+
+
+def test_acked_answer_whose_daemon_does_not_come_back_degrades_with_that_reason(tmp_path):
+    """The lost link has the same seconds; until then nothing is shown."""
+    with FakeDaemon.running(tmp_path / "s", Knobs(paused=True)) as running, serving(tmp_path / "s") as served:
+        body = {"session": "a", "max_tokens": 20, "acked_seconds": 0.7}
+        with Reading(served.client, body) as reading:
+            wait_for(lambda: 1 in running.daemon.turns)
+            running.stop()
+            assert [] == reading.chunks
+        assert (20, ("degraded", "no_link")) == (len(ids(reading.chunks)), acked(reading.chunks[-1]))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"stop": " "}, {"temperature": 1.0, "seed": 5}, {"resume_token_ids": 7}, {"sync": "every:4,20ms"}],
+)
+def test_acked_answer_is_that_of_any_other_request(tmp_path, more):
+    """Stop strings, seeds, answers begun elsewhere: the same text and end, each token held; whole answers as well."""
+    with FakeDaemon.running(tmp_path / "s") as running, serving(tmp_path / "s") as served:
+        if "resume_token_ids" in more:
+            more = {"resume_token_ids": ids(streamed(served.client, max_tokens=more["resume_token_ids"]))}
+        begun = len(PROMPT) + len(more.get("resume_token_ids", ()))
+        body = {**BODY, "max_tokens": 20, **more}
+        plain = complete(served.client, **{**body, "stream": False, "acked": False})
+        chunks = []
+        with served.client.stream("POST", "/v1/completions", json={**body, "session": "a"}) as response:
+            for number, chunk in enumerate(events(response)):
+                chunks.append(chunk)
+                if "token_ids" in chunk["choices"][0]:
+                    assert begun + number <= len(running.daemon.sessions["a"].tokens)
+        whole = complete(served.client, **{**body, "stream": False})
+        for answer in (text(chunks), whole["choices"][0]["text"]):
+            assert plain["choices"][0]["text"] == answer
+        assert plain["choices"][0]["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"]
+        assert [("held", None)] * 2 == [acked(chunks[-1]), acked(whole)]
+
+
+def test_acked_request_is_logged_with_its_rows_whatever_the_daemons_setting(tmp_path):
+    """A daemon may be set to log token ids only; what is acked has its rows in the log."""
+    with FakeDaemon.running(tmp_path / "s") as running, serving(tmp_path / "s") as served:
+        for body in ({}, {"acked": True}, {"acked": True, "sync": "every:4,20ms"}):
+            complete(served.client, max_tokens=2, session="a", **body)
+        assert [None, "full", "every:4,20ms"] == [
+            asked.mode and str(asked.mode) for asked in running.daemon.opened
+        ]

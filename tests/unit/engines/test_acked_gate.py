@@ -79,6 +79,22 @@ def test_gate_shows_nothing_more_of_a_fenced_turn():
     assert Passage.FENCED is judge(one, handle)
 
 
+def test_gate_of_an_answer_that_has_failed_drops_what_is_not_acknowledged():
+    """An error event has no place to say that tokens before it had degraded."""
+    one, handle = gate(), Handle(acked_length=10)
+    one.fail()
+    assert [Passage.SHOW, Passage.DROP, Passage.DROP] == [judge(one, handle, 9.0) for _ in range(3)]
+    assert one.late is None
+
+
+def test_gate_of_an_answer_that_had_degraded_before_it_failed_shows_the_rest():
+    """It went on as any other answer does."""
+    one = gate()
+    assert Passage.SHOW is judge(one, Handle(), 2.0)
+    one.fail()
+    assert Passage.SHOW is judge(one, Handle(), 2.0)
+
+
 def test_gate_that_is_given_up_is_late_for_what_is_not_acknowledged_yet():
     """Tokens that the log has are shown as held; the others degrade, for the first reason that was given."""
     one, handle = gate(), Handle(acked_length=10)

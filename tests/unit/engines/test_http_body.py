@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvlog.engines.http_body import MAX_TOKENS_DEFAULT, Call, parse_call, sentence
 from kvlog.engines.sampler import Sampler
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
-from kvlog.errors import LocalProtocolError
-from kvlog.modes import IDS
+from kvlog.errors import InvalidSessionId, LocalProtocolError
+from kvlog.modes import FULL, IDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MODEL = SyntheticModel(SyntheticOptions(row_bytes=64, positions_max=1000))
 
 
-def parse(*, chat: bool = False, header: str | None = None, **body) -> Call:
+def parse(*, chat: bool = False, headers: Sequence[bytes] = (), **body) -> Call:
     """A body's call."""
-    return parse_call(json.dumps(body).encode(), MODEL, chat=chat, session_header=header)
+    return parse_call(json.dumps(body).encode(), MODEL, chat=chat, session_headers=headers)
 
 
 def refusal(*, chat: bool = False, **body) -> str:
@@ -72,8 +76,8 @@ def test_body_all_fields_are_taken():
 
 def test_body_session_of_the_body_wins_over_the_header():
     """The header is for clients whose library hides the body."""
-    assert parse(prompt="x", header="h").session == "h"
-    assert parse(prompt="x", session="b", header="h").session == "b"
+    assert parse(prompt="x", headers=[b"h"]).session == "h"
+    assert parse(prompt="x", session="b", headers=[b"h"]).session == "b"
 
 
 def test_body_null_is_as_good_as_absent():
@@ -120,7 +124,14 @@ def test_body_chat_messages_may_have_text_parts():
             {"prompt": "x", "frequency_penalty": 0.5},
             "frequency_penalty: this engine does not support it, leave it out.",
         ),
-        ({"prompt": "x", "session": 5}, "session: it is not a string."),
+        ({"prompt": "\ud800"}, "prompt: it has a lone surrogate, which is no character."),
+        ({"prompt": ["\udfff"]}, "prompt: it has a lone surrogate, which is no character."),
+        ({"prompt": "x", "stop": ["a", "\ud800"]}, "stop: it has a lone surrogate, which is no character."),
+        ({"prompt": "x", "temperature": 10**400}, "temperature: it is too large."),
+        (
+            {"prompt": "x", "session": 5},
+            "session: it is not a string. Name the session with 1 to 256 bytes of printable UTF-8.",
+        ),
     ],
 )
 def test_body_wrong_field_is_named_in_a_sentence(body, said):
@@ -132,11 +143,35 @@ def test_body_wrong_field_is_named_in_a_sentence(body, said):
 def test_body_bad_session_id_is_refused(session):
     """Odd ids end here, before they become keys."""
     assert "session: it" in refusal(prompt="x", session=session)
+    with pytest.raises(InvalidSessionId):
+        parse(prompt="x", headers=[session.encode()])
+
+
+def test_body_session_is_the_same_in_a_header():
+    """A name in UTF-8 bytes is that name, not what Latin-1 makes of them; what is not UTF-8 is no name."""
+    assert "é/日本" == parse(prompt="x", headers=["é/日本".encode()]).session
+    for headers, problem in (
+        ([b"\xff"], "the header X-Session-ID is not UTF-8"),
+        ([b"a", b"b"], "there are 2 headers X-Session-ID"),
+    ):
+        with pytest.raises(InvalidSessionId) as caught:
+            parse(prompt="x", headers=headers)
+        assert problem == caught.value.fields["problem"]
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "\ud800", "content": "x"}, {"role": "user", "content": "\ud800"}]
+)
+def test_body_message_with_half_a_character_is_refused(message):
+    """No tokenizer takes it."""
+    assert "messages: it has a lone surrogate, which is no character." == refusal(
+        chat=True, messages=[message]
+    )
 
 
 def test_body_sampler_values_out_of_range_say_what_to_send():
     """The sampler's own bounds reach the client."""
-    assert "top_p: 0 is not possible, send" in refusal(prompt="x", top_p=0)
+    assert "top_p: 0.0 is not possible, send" in refusal(prompt="x", top_p=0)
     assert "sync: 'often' is no sync mode" in refusal(prompt="x", sync="often")
 
 
@@ -144,7 +179,7 @@ def test_body_sampler_values_out_of_range_say_what_to_send():
 def test_body_that_is_no_object_is_refused(data):
     """Junk is one sentence too."""
     with pytest.raises(LocalProtocolError) as caught:
-        parse_call(data, MODEL, chat=False, session_header=None)
+        parse_call(data, MODEL, chat=False, session_headers=())
     assert "body: it is not" in sentence(caught.value)
 
 
@@ -188,3 +223,12 @@ def test_body_acked_seconds_are_a_time():
     assert 0.5 == parse(prompt="hi", acked=True, acked_seconds=0.5).acked_seconds
     for wrong in (0, -1, 601, "1", True):
         assert refusal(prompt="hi", acked_seconds=wrong).startswith("acked_seconds: ")
+
+
+def test_body_acked_asks_for_rows_in_the_log():
+    """Token ids alone cannot be waited for, and the daemon's own setting may be just that."""
+    assert parse(prompt="hi").mode is None
+    assert FULL == parse(prompt="hi", acked=True).mode
+    assert "every:4,9ms" == str(parse(prompt="hi", acked=True, sync="every:4,9ms").mode)
+    assert IDS == parse(prompt="hi", sync="ids").mode
+    assert refusal(prompt="hi", acked=True, sync="ids").startswith("sync: ids puts no rows into the log")

@@ -201,14 +201,18 @@ def test_turn_acknowledged_only_grows():
     assert Position(9) == turn.acked_length
 
 
-def test_turn_opened_anew_is_acknowledged_as_far_as_the_log_goes_then():
-    """Rows below log_from are in the log; those above are written anew, whatever was acknowledged before."""
+@pytest.mark.parametrize(
+    ("log_from", "attach_length", "acked"),
+    [(5, 0, 0), (5, 4, 4), (5, 5, 5), (3, 5, 3)],
+)
+def test_turn_opened_is_acknowledged_as_far_as_its_rows_are_in_the_log(log_from, attach_length, acked):
+    """Rows below log_from may be on their way, and those above are written anew, whatever was acknowledged before."""
     turn = logged()
-    assert Position(5) == turn.acked_length
     turn.link_event(LINK, Acked(Turn(8), Position(9)), 1.0)
     turn.link_lost(LINK, 2.0)
-    turn.answered(asking(turn, 2.0), LINK, replace(OPENED, log_from=Position(0)), 2.0)
-    assert Position(0) == turn.acked_length
+    opened = replace(OPENED, log_from=Position(log_from), attach_length=Position(attach_length))
+    turn.answered(asking(turn, 2.0), LINK, opened, 2.0)
+    assert Position(acked) == turn.acked_length
 
 
 def test_turn_watcher_is_called_at_every_change():
