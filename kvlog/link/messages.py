@@ -275,7 +275,7 @@ class TurnOpened:
         request: of the OpenTurn that it answers.
         turn: goes into every ring entry.
         epoch: goes into every ring entry.
-        log_from: rows from here on are to be written to the ring; rows below are in the log already.
+        log_from: rows from here on are to be written to the ring; rows below are in the log, or on their way to it.
         attach_length: rows that can be attached, from position 0; 0 ≤ attach_length.
         row_bytes: size of one row in the blocks.
         blocks: pinned until Release or the link's end; in order, together attach_length rows.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from tests.nodes import until
 from tests.processes import die_with_parent
@@ -41,8 +38,7 @@ def is_there(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_children_of_killed_tests_are_gone_within_a_second(tmp_path: Path, number: int) -> None:
+def test_children_of_killed_tests_are_gone_within_a_second(tmp_path: Path) -> None:
     """Whatever ends pytest, the kernel ends what its tests have started."""
     file, pids = tmp_path / "test_waits.py", tmp_path / "pids"
     file.write_text(TESTS.format(pids=str(pids)))
@@ -58,6 +54,6 @@ def test_children_of_killed_tests_are_gone_within_a_second(tmp_path: Path, numbe
         children = [int(pid) for pid in pids.read_text().split()]
         assert [True] * 3 == [is_there(pid) for pid in children]
     finally:
-        tests.send_signal(number)
+        tests.kill()
         tests.wait()
     until(lambda: not any(map(is_there, children)), seconds=1, what="the end of the children")
