@@ -49,8 +49,9 @@ class LagWatch:
     async def look(self, log: Log) -> None:
         """Measure once; what cannot be known now is absent, and who needs the log says why."""
         partitions = list(self._shell.core.partitions)
-        found = await asyncio.gather(*(_bounds(log, partition) for partition in partitions))
-        for partition, bounds in zip(partitions, found, strict=True):
+        async with asyncio.TaskGroup() as tasks:
+            found = [tasks.create_task(_bounds(log, partition)) for partition in partitions]
+        for partition, bounds in zip(partitions, (each.result() for each in found), strict=True):
             meter = self._meters.setdefault(partition, LagMeter())
             self._telemetry.metrics.show_lag(partition, meter.observe(self._sample(partition, bounds)))
         self._telemetry.metrics.sessions_truncated.set(self._index.truncated)

@@ -17,7 +17,7 @@ from daemon.backlog import BacklogMeter
 from daemon.telemetry import Event
 from kvlog.core.effects import AppendRecord
 from kvlog.core.inputs import AppendFailed
-from kvlog.errors import KvlogError, LogUnavailable
+from kvlog.errors import ConfigError, KvlogError, LogUnavailable
 from kvlog.log.base import AppendRequest
 from kvlog.records import Claim, kind_of
 from kvlog.wire.frame import frame
@@ -73,6 +73,7 @@ class Publisher:
         self._writer: LogWriter | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._backlog = BacklogMeter()
+        self._said_refused = ""
         self.completed = 0
         shell.handle(AppendRecord, self._append)
 
@@ -152,9 +153,6 @@ class Publisher:
         del partition
         while True:
             pending = await queue.get()
-            if self._is_lost(pending.record):
-                self._finish(pending)
-                continue
             future = await self._submit(pending)
             if future is None:
                 continue
@@ -174,16 +172,32 @@ class Publisher:
         return tenure in self._lost or failed
 
     async def _submit(self, pending: _Pending) -> asyncio.Future[Offset] | None:
-        """Hand it to the writer; while nothing can be sent, try again, so that order is kept."""
+        """Hand it to the writer; while nothing can be sent, try again, so that order is kept.
+
+        What its epoch had on its way may be lost meanwhile: then it is dropped. None: it is not on its way.
+        """
         assert self._writer is not None, "run first"
-        while True:
+        while not self._is_lost(pending.record):
             try:
-                return await self._writer.append(pending.request)
-            except LogUnavailable:
+                future = await self._writer.append(pending.request)
+            except (LogUnavailable, ConfigError) as error:
+                self._say_refused(error)
                 await asyncio.sleep(_OUTAGE_PAUSE_SECONDS)
             except KvlogError as error:
                 self._failed(pending, error)
                 return None
+            else:
+                self._said_refused = ""
+                return future
+        self._finish(pending)
+        return None
+
+    def _say_refused(self, error: KvlogError) -> None:
+        """A topic that an operator has made unusable: said once, with what to do; everything waits as in an outage."""
+        if not isinstance(error, ConfigError) or self._said_refused == str(error):
+            return
+        self._said_refused = str(error)
+        self._telemetry.say(Event.LOG_REFUSED, **error.fields)
 
     def _done(self, pending: _Pending, future: asyncio.Future[Offset]) -> None:
         if self._newest.get(_tenure_of(pending.record)) is future:

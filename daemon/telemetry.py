@@ -173,12 +173,12 @@ class Metrics:
         )
         self.sessions = Gauge("kvlog_sessions", "Sessions known, by role.", ["role"], registry=r)
         self.sessions_broken = Gauge("kvlog_sessions_broken", "Sessions that are broken here.", registry=r)
-        self.sessions_truncated = Gauge(
-            "kvlog_sessions_truncated",
-            "Sessions known here of which retention has taken records: a node that starts later prefills them.",
-            registry=r,
-        )
         self.engines = Gauge("kvlog_engines", "Engine processes connected.", registry=r)
+        self.pool_blocks = Gauge("kvlog_pool_blocks", "Blocks of the pool, by state.", ["state"], registry=r)
+        self.log_up = Gauge("kvlog_log_up", "1 while the log answers.", registry=r)
+        self._register_lag(r)
+
+    def _register_lag(self, r: CollectorRegistry) -> None:
         self.lag_records = Gauge(
             "kvlog_lag_records", "High watermark minus applied offset.", ["partition"], registry=r
         )
@@ -197,8 +197,11 @@ class Metrics:
             ["partition"],
             registry=r,
         )
-        self.pool_blocks = Gauge("kvlog_pool_blocks", "Blocks of the pool, by state.", ["state"], registry=r)
-        self.log_up = Gauge("kvlog_log_up", "1 while the log answers.", registry=r)
+        self.sessions_truncated = Gauge(
+            "kvlog_sessions_truncated",
+            "Sessions known here of which retention has taken records: a node that starts later prefills them.",
+            registry=r,
+        )
 
     def show_lag(self, partition: int, lag: PartitionLag) -> None:
         """Set one partition's lag; a figure that is not known goes away."""

@@ -87,6 +87,15 @@ class TopicKeeper:
         limit = self._options.records.record_bytes_max if config is None else int(config["max.message.bytes"])
         return seen, limit
 
+    async def message_bytes_max(self, topic: str) -> int | None:
+        """The largest message that a topic takes now; None: we may not read that.
+
+        Raises:
+            LogUnavailable: the cluster cannot say now.
+        """
+        config = await self._config(topic)
+        return None if config is None else int(config["max.message.bytes"])
+
     @staticmethod
     def refuse_without_rights(topic: str, rights: int, needed: int) -> None:
         """Refuse a topic on which we may not do what we need.

@@ -6,6 +6,8 @@
   them already says so. Deadlines are the caller's.
 - Whatever may not pass (sequence gap after a log lost its tail, fenced, a right taken away, a topic recreated) ends
   every pending append as OutcomeUnknown, and a fresh producer id serves the appends after it.
+- A topic that takes smaller messages than ours, or has another number of partitions, is refused as it would be at the
+  start: nothing is sent, `append` says why, and an operator's change is seen within seconds.
 - Every failed batch is fatal, even one that the broker surely refused: a later batch of the partition would meet a
   sequence gap, and a later append must not survive an earlier one that was lost.
 """
@@ -25,6 +27,8 @@ from kvlog.log.kafka_batches import Batch, Lane, Message, ProducerId, Room, mess
 from kvlog.log.kafka_errors import PRODUCE, Code, Then, code_name, denied, unavailable
 from kvlog.log.kafka_link import NO_LEADER
 from kvlog.log.kafka_protocol import ProduceBatches, show_topic_id
+from kvlog.log.kafka_topics import TopicKeeper
+from kvlog.log.topics import MESSAGE_OVERHEAD_BYTES, records_topic, too_small
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
@@ -43,11 +47,15 @@ _PAUSE_SECONDS = 0.05
 _PAUSE_SECONDS_MAX = 1.0
 """Between tries: short, because a new leader is elected in tens of milliseconds; at most a second in a long outage."""
 
-_LOOK_SECONDS = 30.0
+_LOOK_SECONDS = 10.0
 """Between looks while all is well: partitions that an operator added must not stay unnoticed (P never changes)."""
+
+_LOOK_REFUSED_SECONDS = 1.0
+"""Between looks while the topic is refused: an operator waits for what he has set."""
 
 _NEVER_TIMES_OUT_MS = (1 << 31) - 1
 _CLOSE_SECONDS = 1.0
+_TOO_LARGE = {Code.MESSAGE_TOO_LARGE, Code.RECORD_LIST_TOO_LARGE}
 _NO_ANSWER = (int(Code.NETWORK_EXCEPTION), -1)
 
 
@@ -58,6 +66,7 @@ class KafkaWriter:
         self._link = link
         self._topic = topic
         self._options = options
+        self._keeper = TopicKeeper(link, options)
         self._batch_bytes_max = min(options.batch_bytes_max, topic.message_bytes_max)
         self._room = Room(options.pending_bytes_max)
         self._lanes = {Partition(p): Lane(Partition(p)) for p in range(topic.partitions)}
@@ -114,10 +123,10 @@ class KafkaWriter:
 
     async def append_message(self, partition: Partition, message: Message) -> asyncio.Future[Offset]:
         """`append` for any key and value, a tombstone too."""
+        self._refuse_if_stopped()
         size = message_bytes(message)
         if size > self._topic.message_bytes_max:
             return _refused(size, self._topic.message_bytes_max)
-        self._refuse_if_stopped()
         await self._take_room(size)
         future = self._lanes[partition].place(message, size, self._batch_bytes_max)
         self._pump_soon()
@@ -145,6 +154,8 @@ class KafkaWriter:
 
     def _refuse_if_stopped(self) -> None:
         if self._refused is not None:
+            if asyncio.get_running_loop().time() - self._looked_at > _LOOK_REFUSED_SECONDS:
+                self._look_soon()
             raise self._refused.with_traceback(None)
         if self._closed:
             raise LogUnavailable(where=self._link.where, problem="the writer is closed")
@@ -244,6 +255,8 @@ class KafkaWriter:
             answers = {}
         finally:
             self._busy[node] -= 1
+        if any(code in _TOO_LARGE for code, _ in answers.values()):
+            await self._see_limit()  # before anything more is sent: it would be too large as well
         # What is durable first: a fatal answer for one partition must not make the others' outcome unknown.
         for lane, batch in sorted(
             taken, key=lambda pair: answers.get(pair[1].partition, _NO_ANSWER)[0] != Code.NONE
@@ -277,13 +290,34 @@ class KafkaWriter:
     def _reason(self, batch: Batch, code: int) -> str:
         if code == Code.TOPIC_AUTHORIZATION_FAILED:
             return str(denied(right="Write", resource=f"topic {self._topic.name}"))
-        if code in {Code.MESSAGE_TOO_LARGE, Code.RECORD_LIST_TOO_LARGE}:
+        if code in _TOO_LARGE:
             self._learn_limit(batch)
         return f"partition {batch.partition}: {code_name(code)}"
+
+    async def _see_limit(self) -> None:
+        """Read the topic's max.message.bytes again; below what our messages need, nothing is sent any more."""
+        try:
+            limit = await self._keeper.message_bytes_max(self._topic.name)
+        except KvlogError as error:
+            self._trouble = unavailable(error, where=self._link.where)
+            return
+        if limit is None:
+            return
+        options, needed = self._options, self._options.records.record_bytes_max + MESSAGE_OVERHEAD_BYTES
+        self._topic = replace(self._topic, message_bytes_max=limit)
+        self._batch_bytes_max = min(options.batch_bytes_max, limit)
+        is_ours = self._topic.name == records_topic(options.topic_prefix)
+        self._refused = (
+            too_small(self._topic.name, limit=limit, needed=needed, bootstrap=options.bootstrap)
+            if is_ours and limit < needed
+            else None
+        )
 
     def _learn_limit(self, batch: Batch) -> None:
         """The topic's max.message.bytes was lowered under us: never send such a batch again."""
         size = len(batch.payload or b"")
+        if size > self._topic.message_bytes_max:
+            return  # the limit itself is known by now
         self._batch_bytes_max = min(self._batch_bytes_max, size // 2 if batch.count > 1 else size - 1)
         if batch.count == 1:
             self._topic = replace(self._topic, message_bytes_max=min(self._topic.message_bytes_max, size - 1))
@@ -359,8 +393,8 @@ class KafkaWriter:
         if len(seen.leaders) != self._topic.partitions:
             self._refused = ConfigError(
                 setting="log.partitions",
-                problem=f"{self._topic.name} has {len(seen.leaders)} partitions now, and had {self._topic.partitions}",
-                fix="choose another topic prefix; P never changes for a topic",
+                problem=f"topic {self._topic.name} has {len(seen.leaders)} partitions, had {self._topic.partitions}",
+                fix="set another log.topic_prefix on all nodes; P never changes for a topic",
             )
             self._lose_all(str(self._refused), silently=False)
         elif seen.topic_id != self._topic.topic_id:
@@ -368,8 +402,8 @@ class KafkaWriter:
             self._topic = replace(self._topic, topic_id=seen.topic_id)
             new = show_topic_id(seen.topic_id)
             self._give_up(f"topic {self._topic.name} was recreated: its id was {old} and is {new}")
-        else:
-            self._refused = None
+        elif self._refused is not None:
+            await self._see_limit()
         self._leaders = seen.leaders
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "records_topic",
     "refuse_unusable",
     "table_topic",
+    "too_small",
     "wanted_records",
     "wanted_table",
 ]
@@ -168,11 +169,7 @@ def refuse_unusable(wanted: TopicWanted, found: TopicFound, *, bootstrap: str) -
         )
     limit = None if found.config is None else found.config.get("max.message.bytes")
     if limit is not None and int(limit) < wanted.message_bytes_min:
-        raise ConfigError(
-            setting="log.max_record_bytes",
-            problem=f"topic {wanted.name} takes messages of {limit} bytes, ours have up to {wanted.message_bytes_min}",
-            fix=config_command(bootstrap, wanted.name, "max.message.bytes", str(wanted.message_bytes_min)),
-        )
+        raise too_small(wanted.name, limit=int(limit), needed=wanted.message_bytes_min, bootstrap=bootstrap)
     segment = None if found.config is None else found.config.get("segment.bytes")
     if segment is not None and int(segment) < wanted.message_bytes_min:
         raise ConfigError(
@@ -180,6 +177,15 @@ def refuse_unusable(wanted: TopicWanted, found: TopicFound, *, bootstrap: str) -
             problem=f"topic {wanted.name} has segments of {segment} bytes, messages up to {wanted.message_bytes_min}",
             fix=config_command(bootstrap, wanted.name, "segment.bytes", str(RecordsWanted().segment_bytes)),
         )
+
+
+def too_small(topic: str, *, limit: int, needed: int, bootstrap: str) -> ConfigError:
+    """The error for a topic whose max.message.bytes is below what our messages need."""
+    return ConfigError(
+        setting="log.max_record_bytes",
+        problem=f"topic {topic} takes messages of {limit} bytes, ours have up to {needed}",
+        fix=config_command(bootstrap, topic, "max.message.bytes", str(needed)),
+    )
 
 
 def differences(

@@ -6,11 +6,12 @@ import asyncio
 import re
 import socket
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvlog.errors import ConfigError, LogReplaced, LogUnavailable, OutcomeUnknown, RowTooLarge
+from kvlog.errors import ConfigError, LogReplaced, LogUnavailable, OutcomeUnknown
 from kvlog.ids import Offset
 from kvlog.log.kafka import KafkaLog
 from kvlog.log.kafka_options import KafkaOptions
@@ -249,19 +250,26 @@ async def test_added_partitions_stop_the_writer(kafka_log: KafkaLog, kafka_prefi
     assert "log.partitions" == refused.value.setting
 
 
-async def test_message_limit_lowered_under_us_is_learned(
+async def test_message_limit_lowered_under_us_refuses_all_until_it_is_raised(
     kafka_log: KafkaLog, kafka_prefix: str, admin: Admin
 ) -> None:
-    """The first batch that the broker refuses is unknown; from then on such a record is refused before it is sent."""
+    """The first batch that the broker refuses is unknown; from then on nothing is sent, until the operator's change."""
     writer = await kafka_log.writer()
     await append(writer, P0, bytes(500_000))
     await admin.set_config(records_topic(kafka_prefix), {"max.message.bytes": "100000"})
     with pytest.raises(OutcomeUnknown) as unknown:
         await append(writer, P0, bytes(500_000))
     assert "MESSAGE_TOO_LARGE" in str(unknown.value.problem)
-    with pytest.raises(RowTooLarge):
-        await append(writer, P0, bytes(500_000))
-    assert [1] == await append(writer, P0, bytes(50_000))
+    with pytest.raises(ConfigError) as refused:
+        await append(writer, P0, bytes(50_000))
+    said = str(refused.value)
+    assert all(word in said for word in (records_topic(kafka_prefix), "100000", "925696", "kafka-configs.sh"))
+    await admin.set_config(records_topic(kafka_prefix), {"max.message.bytes": "925696"})
+    async with asyncio.timeout(20):
+        while writer.trouble is not None:
+            await asyncio.sleep(0.1)
+            with suppress(ConfigError):
+                assert [1] == await append(writer, P0, bytes(500_000))
 
 
 async def test_messages_larger_than_the_fetch_are_read(kafka_broker: str, kafka_prefix: str) -> None:

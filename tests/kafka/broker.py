@@ -49,6 +49,7 @@ TOOLS = {
     "producer-perf": "org.apache.kafka.tools.ProducerPerformance",
     "consumer-perf": "org.apache.kafka.tools.ConsumerPerformance",
     "e2e-latency": "org.apache.kafka.tools.EndToEndLatency",
+    "configs": "kafka.admin.ConfigCommand",
     "groups": "org.apache.kafka.tools.consumer.group.ConsumerGroupCommand",
 }
 

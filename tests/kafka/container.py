@@ -26,6 +26,7 @@ SCRIPTS = {
     "producer-perf": "kafka-producer-perf-test.sh",
     "consumer-perf": "kafka-consumer-perf-test.sh",
     "e2e-latency": "kafka-e2e-latency.sh",
+    "configs": "kafka-configs.sh",
     "groups": "kafka-consumer-groups.sh",
 }
 

@@ -6,11 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING, cast
 
 from daemon.primary import Publisher
-from daemon.telemetry import Telemetry
+from daemon.telemetry import Event, Telemetry
 from kvlog.checksums import digest
 from kvlog.core.effects import AppendRecord
 from kvlog.core.inputs import AppendFailed
-from kvlog.errors import LogUnavailable, OutcomeUnknown, RowTooLarge
+from kvlog.errors import ConfigError, KvlogError, LogUnavailable, OutcomeUnknown, RowTooLarge
 from kvlog.ids import Epoch, NodeId, Nonce, Offset, Partition, Position, Seq, SessionId, Writer
 from kvlog.layout import DType, Identity, Layout
 from kvlog.records import Claim, Truncate
@@ -52,8 +52,13 @@ class FakeWriter:
         self.futures: list[tuple[AppendRequest, asyncio.Future[Offset]]] = []
         self.refuses_at_once = False
         self.trouble: LogUnavailable | None = None
+        self.refusal: KvlogError | None = None
+        self.refused = 0
 
     async def append(self, request: AppendRequest) -> asyncio.Future[Offset]:
+        if self.refusal is not None:
+            self.refused += 1
+            raise self.refusal
         future: asyncio.Future[Offset] = asyncio.get_running_loop().create_future()
         self.futures.append((request, future))
         if self.refuses_at_once:
@@ -196,3 +201,31 @@ async def test_late_append_says_why_the_log_takes_nothing(
     assert trouble is bench.publisher.trouble
     bench.publisher.alert_late()
     assert "NOT_ENOUGH_REPLICAS" in str(said[0]["problem"])
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [LogUnavailable(where="here", problem="full"), ConfigError(setting="s", problem="small", fix="raise it")],
+)
+async def test_record_that_waits_while_its_epoch_is_lost_never_goes_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, refusal: KvlogError
+) -> None:
+    """INV-SILENT, also for what was in hand already: others go on as soon as the log takes them, in order."""
+    said: list[tuple[Event, dict[str, object]]] = []
+    monkeypatch.setattr(Telemetry, "say", lambda _, event, **fields: said.append((event, fields)))
+    monkeypatch.setattr("daemon.primary._OUTAGE_PAUSE_SECONDS", 0.001)
+    bench.send(truncate("s", 1))
+    await bench.sent(1)
+    bench.writer.refusal = refusal
+    bench.send(truncate("s", 1, seq=1))
+    bench.send(truncate("other", 1))
+    async with asyncio.timeout(5):
+        while bench.writer.refused < 3:
+            await asyncio.sleep(0.001)
+    bench.writer.futures[0][1].set_exception(OutcomeUnknown(partition=0, problem="test"))
+    await bench.told(1)
+    bench.writer.refusal = None
+    await bench.sent(2)
+    assert [b"s", b"other"] == [request.key for request, _ in bench.writer.futures]
+    is_config = isinstance(refusal, ConfigError)
+    assert [refusal.fields] * is_config == [fields for event, fields in said if event is Event.LOG_REFUSED]

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from aiokafka.protocol.admin import DescribeConfigsRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
 from kvlog.errors import LogUnavailable
+from kvlog.log.kafka_errors import Code
 from kvlog.log.kafka_link import Right, TopicBound, TopicSeen
 from kvlog.log.kafka_options import KafkaOptions
 from kvlog.log.kafka_protocol import FetchById, ProduceBatches
@@ -57,12 +59,14 @@ class FakeLink:
         produce: Gives (error code, base offset) for a batch, or raises.
         fetch: Gives the rows of an answer to a fetch, or raises.
         bounds: Log start offset and high watermark of every partition.
+        limit: The topic's max.message.bytes; None: we may not read it.
     """
 
     topic: TopicSeen | Exception | None = field(default_factory=lambda: seen(0, 0, 1))
     produce: Callable[[Produced], tuple[int, int]] = lambda _: (0, 0)
     fetch: Callable[[FetchById], list[tuple[Any, ...]]] = lambda _: []
     bounds: tuple[int, int] = (0, 0)
+    limit: int | None = None
     producer_codes: list[int] = field(default_factory=list)
     produced: list[Produced] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
@@ -94,12 +98,16 @@ class FakeLink:
             code = self.producer_codes.pop(0) if self.producer_codes else 0
             return SimpleNamespace(error_code=code, producer_id=self.producers, producer_epoch=0)
         await self.gate.wait()
+        if isinstance(request, DescribeConfigsRequest):
+            settings = [("max.message.bytes", str(self.limit))]
+            code = Code.NONE if self.limit is not None else Code.TOPIC_AUTHORIZATION_FAILED
+            return SimpleNamespace(resources=[(code, "", 2, "t.records", settings)])
         assert node is not None
         if isinstance(request, ProduceBatches):
-            rows = [
+            parts = [
                 (p, *self.produce(self._note(node, p, data)), -1, 0) for p, data in request._batches.items()
             ]
-            return SimpleNamespace(topics=[("t.records", rows)])
+            return SimpleNamespace(topics=[("t.records", parts)])
         if isinstance(request, FetchById):
             rows = self.fetch(request)
             if not rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -114,6 +115,39 @@ async def test_fatal_answer_ends_everything_and_begins_anew(link: FakeLink, code
     assert {OutcomeUnknown} == {type(outcome) for outcome in outcomes}
     assert 1 == await asyncio.wait_for(await append(writer, P0, b"fresh"), 5)
     assert Produced(0, 0, 2, 0, (b"fresh",)) == link.produced[-1]
+    await writer.close()
+
+
+async def test_topic_whose_limit_was_lowered_below_our_records_is_refused_until_it_is_raised(
+    link: FakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal is the start's: topic, both sizes, the command. Nothing is sent meanwhile, and it ends by itself."""
+    monkeypatch.setattr("kvlog.log.kafka_writer._LOOK_REFUSED_SECONDS", 0.0)
+    take = link.produce
+    link.limit = 1000
+    link.produce = lambda produced: (
+        (Code.MESSAGE_TOO_LARGE, -1) if len(produced.values[0] or b"") > (link.limit or 0) else take(produced)
+    )
+    writer = await started(link)
+    with pytest.raises(OutcomeUnknown):
+        await asyncio.wait_for(await append(writer, P0, bytes(5000)), 5)
+    sent = len(link.produced)
+    for size in (10, 5000, 10):
+        with pytest.raises(ConfigError) as refused:
+            await append(writer, P0, bytes(size))
+        await asyncio.sleep(0.1)
+    assert str(refused.value) == str(writer.trouble)
+    said = str(refused.value)
+    assert all(word in said for word in ("t.records", "1000 bytes", "925696", "max.message.bytes=925696"))
+    assert sent == len(link.produced)
+    link.limit = 1_000_000
+    future = None
+    async with asyncio.timeout(5):
+        while future is None:
+            await asyncio.sleep(0.01)
+            with suppress(ConfigError):
+                future = await append(writer, P0, bytes(5000))
+        assert await future >= 0
     await writer.close()
 
 
