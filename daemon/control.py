@@ -467,6 +467,8 @@ def _ended_reason(reason: fx.TurnEndReason) -> link.EndedReason:
     match reason:
         case fx.TurnEndReason.OUTCOME_UNKNOWN | fx.TurnEndReason.DROPPED | fx.TurnEndReason.STOPPING:
             return link.EndedReason.OUTCOME_UNKNOWN
+        case fx.TurnEndReason.GAVE_WAY:
+            raise AssertionError("a rewrite is no engine's turn")
         case fx.TurnEndReason.REFUSED:
             return link.EndedReason.BROKEN
         case fx.TurnEndReason.ROWS_OUT_OF_ORDER | fx.TurnEndReason.TOO_LONG:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from kvlog.core.inputs import LogReplacedRead, UnreadableRead
+from kvlog.core.takeover import Phase
 
-    from kvlog.core.inputs import OpenTurn, WatermarkRead
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvlog.core.inputs import HoleRead, OpenTurn, WatermarkRead
     from kvlog.core.takeover import TakeOver
-    from kvlog.ids import SessionId
+    from kvlog.ids import Partition, SessionId
     from kvlog.records import EndReason
 
 __all__ = ["ClaimInFlight", "ClaimsInFlight"]
@@ -61,6 +64,11 @@ class ClaimsInFlight:
         """Every one of them with its session; a copy, so that they may be removed meanwhile."""
         return iter(tuple(self._by_session.items()))
 
+    @property
+    def rewrites(self) -> int:
+        """So many of them only serve a rewrite."""
+        return sum(c.asked is not None and c.asked.rewrites for c in self._by_session.values())
+
     def get(self, session: SessionId) -> ClaimInFlight | None:
         """The take-over of a session, and who waits for it."""
         return self._by_session.get(session)
@@ -74,6 +82,22 @@ class ClaimsInFlight:
         claim = ClaimInFlight(takeover, older.asked if older else None, older.ending if older else None)
         self._by_session[session] = claim
         return claim
+
+    def unseen(
+        self,
+        happened: UnreadableRead | HoleRead | LogReplacedRead,
+        partition_of: Callable[[SessionId], Partition],
+    ) -> Iterator[tuple[SessionId, ClaimInFlight]]:
+        """Those that may have stood where nothing could be read; a watermark of a log that is void is dropped."""
+        key = happened.key if isinstance(happened, UnreadableRead) else None
+        for session, claim in self:
+            if key not in (None, session) or partition_of(session) != happened.partition:
+                continue
+            is_void = isinstance(happened, LogReplacedRead) and claim.watermark is not None
+            if is_void:
+                claim.watermark = None
+            if is_void or claim.takeover.phase is Phase.CLAIMED:
+                yield session, claim
 
     def pop(self, session: SessionId) -> ClaimInFlight:
         """It is over."""

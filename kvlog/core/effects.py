@@ -157,7 +157,7 @@ class UnloggedReason(StrEnum):
     """Why a request is served without being logged."""
 
     BUSY = "busy"
-    """Another turn of the session is in progress on this node."""
+    """Another turn of the session is in progress on this node; or, of a rewrite, it cannot be now."""
     OWNER_BUSY = "owner_busy"
     """Another node owns the session and has a turn in progress."""
     CLAIM_TIMEOUT = "claim_timeout"
@@ -186,6 +186,8 @@ class TurnEndReason(StrEnum):
     """The session reached the limit of positions: the rest of the request is not logged."""
     SESSION_ENDED = "session_ended"
     """Somebody asked to forget the session."""
+    GAVE_WAY = "gave_way"
+    """It was a rewrite, and a request for the session came."""
     STOPPING = "stopping"
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "LogReplacedRead",
     "OpenTurn",
     "RecordRead",
+    "RewriteSession",
     "Stop",
     "UnreadableRead",
     "WatermarkFailed",
@@ -87,6 +88,7 @@ class OpenTurn:
         continues: the newest epoch under which this same request was logged before; NO_EPOCH for a new request. If
             another writer has a newer one by now, the answer is FENCED and nothing is claimed (INV-NO-CLAIM-BACK).
         deadline_ns: on the clock of `tick`; after it the answer is TurnUnlogged.
+        rewrites: the core's own word for a RewriteSession; no request says so.
     """
 
     request: int
@@ -95,6 +97,25 @@ class OpenTurn:
     context: Digest
     identity: Identity
     continues: Epoch
+    deadline_ns: int
+    rewrites: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteSession:
+    """Log a session of ours again from position 0 under a new claim; exactly one TurnOpened or TurnUnlogged answers it.
+
+    TurnOpened says by `usable` up to where it can be logged again; the turn is then written and closed like any other.
+    It ends with TurnEnded as soon as a request for the session comes. At most one waits for its claim.
+
+    Args:
+        request: a number to answer under, unique among open requests and these.
+        session: must be owned, idle and drained, else the answer is BUSY.
+        deadline_ns: on the clock of `tick`; after it the answer is TurnUnlogged.
+    """
+
+    request: int
+    session: SessionId
     deadline_ns: int
 
 
@@ -186,6 +207,7 @@ Input = (
     | HoleRead
     | LogReplacedRead
     | OpenTurn
+    | RewriteSession
     | WithdrawRequest
     | EncodedRows
     | CloseTurn

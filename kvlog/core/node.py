@@ -40,6 +40,7 @@ from kvlog.core.inputs import (
     LogReplacedRead,
     OpenTurn,
     RecordRead,
+    RewriteSession,
     Stop,
     UnreadableRead,
     WatermarkFailed,
@@ -49,6 +50,7 @@ from kvlog.core.inputs import (
 from kvlog.core.myself import Myself
 from kvlog.core.owned import OwnedSessions
 from kvlog.core.primary import PrimaryCore, Tenure
+from kvlog.core.rewriting import give_way, turn_of
 from kvlog.core.session import Standing
 from kvlog.core.standby import StandbyCore
 from kvlog.core.takeover import Claimant, Phase, TakeOver
@@ -131,9 +133,11 @@ class NodeCore:
             case EncodedRows():
                 return self._rows(happened)
             case OpenTurn():
-                return self._open_turn(happened)
+                return self._give_way(happened.session) + self._open_turn(happened)
             case EndSession():
-                return self._end_session(happened)
+                return self._give_way(happened.session) + self._end_session(happened)
+            case RewriteSession():
+                return self._rewrite(happened)
             case WatermarkRead():
                 return self._watermark_read(happened)
             case AppendFailed():
@@ -196,17 +200,8 @@ class NodeCore:
             and self._partitions[happened.partition].position <= happened.offset
         ):
             return ()  # it is being read again
-        key = happened.key if isinstance(happened, UnreadableRead) else None
-        out: list[Effect] = []
-        for session, claim in self._claims:
-            if key not in (None, session) or self._self.partition_of(session) != happened.partition:
-                continue
-            is_void = isinstance(happened, LogReplacedRead) and claim.watermark is not None
-            if is_void:
-                claim.watermark = None
-            if is_void or claim.takeover.phase is Phase.CLAIMED:
-                out.extend(self._settled(session, claim.takeover.failed()))
-        return tuple(out)
+        unseen = self._claims.unseen(happened, self._self.partition_of)
+        return tuple(e for session, claim in unseen for e in self._settled(session, claim.takeover.failed()))
 
     def _open_turn(self, asked: OpenTurn) -> tuple[Effect, ...]:
         session = asked.session
@@ -222,13 +217,26 @@ class NodeCore:
             return (TurnUnlogged(asked.request, session, UnloggedReason.FENCED, newer),)
         if primary is not None and self._may_begin(primary, asked):
             return (self._begin(primary, asked),)
+        assert not asked.rewrites, "a rewrite is opened by the claim that was made for it, or not at all"
         if claim is not None and claim.takeover.claimant.identity == asked.identity:
             claim.asked = asked
             return ()
-        if claim is None and len(self._claims) >= self._limits.takeovers_in_flight:
+        if claim is None and self._is_overloaded():
             return (TurnUnlogged(asked.request, session, UnloggedReason.OVERLOADED),)
-        claimant = Claimant(self._self.node, self._self.writer, asked.identity, asked.context)
-        return self._take_over(session, claimant, asked=asked)
+        return self._take_over(asked)
+
+    def _rewrite(self, happened: RewriteSession) -> tuple[Effect, ...]:
+        """INV-REWRITE: under a claim of its own, and only while nothing else goes on with the session."""
+        session = happened.session
+        turn = turn_of(happened, self._owned.get(session), self.state(session))
+        if turn is None or self._stopping or session in self._claims or self._claims.rewrites:
+            return (TurnUnlogged(happened.request, session, UnloggedReason.BUSY),)
+        return self._take_over(turn)
+
+    def _give_way(self, session: SessionId) -> tuple[Effect, ...]:
+        ended = give_way(session, self._claims, self._owned)
+        self._hold_or_not(session)
+        return ended
 
     def _rows(self, rows: EncodedRows) -> tuple[Effect, ...]:
         """INV-TURN: rows of another turn or epoch are dropped; their sender counts them by the empty answer."""
@@ -247,14 +255,16 @@ class NodeCore:
             state is not None and state.standing is Standing.ENDED
         ):
             return ()
+        claim = self._claims.get(happened.session)
+        if claim is not None and (primary is None or claim.takeover.phase is Phase.CLAIMED):
+            claim.ending = (
+                happened.reason
+            )  # also of what we own: behind a newer claim of ours, an End would be stale
         if primary is not None:
             return self._end(primary, happened.reason)
-        if (claim := self._claims.get(happened.session)) is not None:
-            claim.ending = happened.reason
+        if claim is not None or self._stopping or self._is_overloaded():
             return ()
-        if self._stopping or len(self._claims) >= self._limits.takeovers_in_flight:
-            return ()
-        return self._take_over(happened.session, happened.claimant, ending=happened.reason)
+        return self._take_over(happened)
 
     def _watermark_read(self, happened: WatermarkRead) -> tuple[Effect, ...]:
         claim = self._claims.get(happened.session)
@@ -331,30 +341,32 @@ class NodeCore:
             is_ours = session in self._owned or session in self._claims
             (core.hold if is_ours else core.unhold)(session)
 
+    def _is_overloaded(self) -> bool:
+        """A rewrite's claim takes nobody's place."""
+        return len(self._claims) - self._claims.rewrites >= self._limits.takeovers_in_flight
+
     def _may_begin(self, primary: PrimaryCore, asked: OpenTurn) -> bool:
         """INV-SAME-WEIGHTS: other weights, or another layout, on the same node claim anew."""
         return (
             primary.tenure is Tenure.OWNED and not primary.ended and primary.claim.identity == asked.identity
         )
 
-    def _take_over(
-        self,
-        session: SessionId,
-        claimant: Claimant,
-        *,
-        asked: OpenTurn | None = None,
-        ending: EndReason | None = None,
-    ) -> tuple[Effect, ...]:
-        takeover = TakeOver(
-            session, self._self.partition_of(session), claimant, self._self.header_bytes, self._limits
-        )
+    def _take_over(self, wanted: OpenTurn | EndSession) -> tuple[Effect, ...]:
+        session, me = wanted.session, self._self
+        if isinstance(wanted, OpenTurn):
+            claimant = Claimant(me.node, me.writer, wanted.identity, wanted.context)
+        else:
+            claimant = wanted.claimant
+        takeover = TakeOver(session, me.partition_of(session), claimant, me.header_bytes, self._limits)
         claim = self._claims.start(session, takeover)
-        claim.asked = asked or claim.asked
-        claim.ending = ending or claim.ending
+        if isinstance(wanted, OpenTurn):
+            claim.asked = wanted
+        else:
+            claim.ending = wanted.reason
         return takeover.start()
 
     def _begin(self, primary: PrimaryCore, asked: OpenTurn) -> TurnOpened:
-        turn, log_from = self._owned.begin(primary, asked.tokens, asked.context)
+        turn, log_from = self._owned.begin(primary, asked)
         state = self.state(asked.session)
         usable = state.usable(asked.tokens, asked.context, asked.identity) if state else log_from
         return TurnOpened(asked.request, asked.session, turn, primary.claim.epoch, usable, log_from)

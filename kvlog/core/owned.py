@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from kvlog.ids import Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
+    from kvlog.core.inputs import OpenTurn
     from kvlog.core.primary import PrimaryCore, Tenure
     from kvlog.core.session import SessionState
-    from kvlog.ids import Digest, Position, SessionId
+    from kvlog.ids import Position, SessionId
     from kvlog.limits import Limits
 
 __all__ = ["OwnedSessions"]
@@ -72,11 +73,11 @@ class OwnedSessions:
         primary = self._primaries.get(session) if session is not None else None
         return primary if primary is not None and primary.turn == turn else None
 
-    def begin(self, primary: PrimaryCore, tokens: Sequence[int], context: Digest) -> tuple[Turn, Position]:
+    def begin(self, primary: PrimaryCore, asked: OpenTurn) -> tuple[Turn, Position]:
         """Begin a turn under the next number, which no other turn of this process has had."""
         turn = Turn(self._next_turn)
         self._next_turn += 1
-        log_from = primary.begin(turn, tokens, context)
+        log_from = primary.begin(turn, asked.tokens, asked.context, rewrites=asked.rewrites)
         self._turns[turn] = primary.session
         self._primaries.move_to_end(primary.session)
         return turn, log_from

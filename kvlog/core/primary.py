@@ -12,6 +12,8 @@ reader will judge it.
 
 INV-READBACK: it can only be made from a folded state whose claim is its own.
 INV-PROJECT: a turn's first position is taken from the projection, never from the lagging fold.
+INV-SENT: the projection holds exactly the records that were given out: header bytes are made before it is changed,
+since they are refused for what no record can carry.
 """
 
 from __future__ import annotations
@@ -20,17 +22,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from kvlog.checksums import checksum
 from kvlog.core.effects import AppendRecord, TurnAcknowledged
 from kvlog.core.session import SessionState, Standing, fold, judge, next_chain
 from kvlog.core.verdicts import Verdict
-from kvlog.ids import FIRST_POSITION, Position
+from kvlog.ids import FIRST_POSITION, Position, Seq
 from kvlog.records import Delta, End, Entry, Truncate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvlog.core.inputs import EncodedRows
-    from kvlog.ids import Digest, Partition, Seq, SessionId, Shard, Turn
+    from kvlog.ids import Digest, Partition, SessionId, Shard, Turn
     from kvlog.limits import Limits
     from kvlog.records import Claim, EndReason, Record
 
@@ -67,6 +70,7 @@ class _OpenTurn:
     turn: Turn
     context: Digest
     log_from: Position
+    rewrites: bool
     first_seq: Seq | None = None
     acknowledged: Position = FIRST_POSITION
 
@@ -135,22 +139,33 @@ class PrimaryCore:
         return self._turn.turn if self._turn else None
 
     @property
+    def is_rewriting(self) -> bool:
+        """Whether the turn in progress only logs again what the session holds."""
+        return self._turn is not None and self._turn.rewrites
+
+    @property
     def projected_length(self) -> Position:
         """Positions that every shard will have once all that was sent is folded."""
         return self._projected.length
 
-    def begin(self, turn: Turn, tokens: Sequence[int], context: Digest) -> Position:
+    def begin(
+        self, turn: Turn, tokens: Sequence[int], context: Digest, *, rewrites: bool = False
+    ) -> Position:
         """Begin a turn: the first position whose rows are wanted.
 
         That is the longest prefix that the session will hold when the turn's Truncate is folded and that equals the
         request; 0 for a broken session, whose new epoch then starts over. The Truncate itself goes out with the
         first new row.
+
+        Args:
+            rewrites: log everything again, from position 0; the first turn of an epoch only (INV-REWRITE).
         """
         assert self._turn is None, "one turn at a time"
         assert self._tenure is Tenure.OWNED, "only an owner begins turns"
-        whole = self._projected.standing is Standing.WHOLE
-        log_from = self._projected.usable(tokens, context, self._claim.identity) if whole else Position(0)
-        self._turn = _OpenTurn(turn, context, log_from, acknowledged=log_from)
+        assert not rewrites or self._projected.next_seq == 0, "INV-REWRITE: a Truncate(0) roots at seq 0 only"
+        keeps = self._projected.standing is Standing.WHOLE and not rewrites
+        log_from = self._projected.usable(tokens, context, self._claim.identity) if keeps else Position(0)
+        self._turn = _OpenTurn(turn, context, log_from, rewrites, acknowledged=log_from)
         return log_from
 
     def expects(self, shard: Shard) -> Position | None:
@@ -165,22 +180,25 @@ class PrimaryCore:
         """Log rows of the turn in progress; they must start where `expects` says.
 
         Order: the effects are appended in this order, before those of any later call.
+
+        Raises:
+            LocalProtocolError: no record can carry them; nothing was changed (INV-SENT).
         """
         turn = self._turn
         assert turn is not None, "rows belong to a turn"
         assert self._tenure is Tenure.OWNED, "INV-OWNER: nothing is written under an epoch that is lost"
         assert rows.tokens, "no record is made of no rows"
         assert self.expects(rows.shard) == rows.start, "rows must be contiguous"
-        first: tuple[AppendRecord, ...] = ()
+        claim, seq = self._claim, self._projected.next_seq
+        first: tuple[Truncate, ...] = ()
         if turn.first_seq is None:
-            turn.first_seq = self._projected.next_seq
-            first = (self._truncate(turn.log_from),)
-        claim, state = self._claim, self._projected
+            assert checksum(rows.payload) == rows.payload_checksum, "rows come with their own checksum"
+            first = (Truncate(claim.session, claim.epoch, claim.writer, seq, turn.log_from),)
         delta = Delta(
             session=claim.session,
             epoch=claim.epoch,
             writer=claim.writer,
-            seq=state.next_seq,
+            seq=Seq(seq + len(first)),
             shard=rows.shard,
             start=rows.start,
             tokens=rows.tokens,
@@ -188,7 +206,10 @@ class PrimaryCore:
             codec=rows.codec,
             payload_checksum=rows.payload_checksum,
         )
-        return (*first, self._send(delta, rows.payload))
+        sent = self._send(*first, delta, payload=rows.payload)
+        if first:
+            turn.first_seq = seq
+        return sent
 
     def has_room(self, tokens: int, shard: Shard) -> bool:
         """Whether so many more positions stay within the limit of a session."""
@@ -205,11 +226,12 @@ class PrimaryCore:
     def end(self, reason: EndReason) -> tuple[AppendRecord, ...]:
         """End the session; a Truncate goes first if the epoch has no record yet."""
         assert self._tenure is Tenure.OWNED, "only an owner ends a session"
+        claim, seq = self._claim, self._projected.next_seq
+        first = (Truncate(claim.session, claim.epoch, claim.writer, seq, Position(0)),) if seq == 0 else ()
+        end = End(claim.session, claim.epoch, claim.writer, Seq(seq + len(first)), reason)
+        sent = self._send(*first, end, payload=_NO_PAYLOAD)
         self._turn = None
-        first = (self._truncate(Position(0)),) if self._projected.next_seq == 0 else ()
-        claim = self._claim
-        record = End(claim.session, claim.epoch, claim.writer, self._projected.next_seq, reason)
-        return (*first, self._send(record, _NO_PAYLOAD))
+        return sent
 
     @property
     def ended(self) -> bool:
@@ -243,14 +265,18 @@ class PrimaryCore:
             self._tenure = tenure
         return turn
 
-    def _truncate(self, length: Position) -> AppendRecord:
-        claim = self._claim
-        return self._send(
-            Truncate(claim.session, claim.epoch, claim.writer, self._projected.next_seq, length), _NO_PAYLOAD
+    def _send(self, *records: Delta | Truncate | End, payload: memoryview) -> tuple[AppendRecord, ...]:
+        """Project the records; the payload is the last one's. All of them, or with an exception none (INV-SENT)."""
+        headers = [self._header_bytes(record) for record in records]
+        payloads = [*[_NO_PAYLOAD] * (len(records) - 1), payload]
+        return tuple(
+            self._projected_record(record, header, rows)
+            for record, header, rows in zip(records, headers, payloads, strict=True)
         )
 
-    def _send(self, record: Delta | Truncate | End, payload: memoryview) -> AppendRecord:
-        header = self._header_bytes(record)
+    def _projected_record(
+        self, record: Delta | Truncate | End, header: bytes, payload: memoryview
+    ) -> AppendRecord:
         chain = next_chain(self._projected, record, header)
         assert chain is not None, "an epoch that starts from no history starts with Truncate(0)"
         entry = Entry(record, header, chain, payload)

@@ -343,8 +343,15 @@ def _judge_standing(state: SessionState, record: Delta | Truncate | End) -> Judg
         case Standing.ENDED:
             return Judgement(Verdict.DIVERGED, Why.AFTER_END)
         case Standing.BROKEN:
-            heals = isinstance(record, Truncate) and record.seq == 0 and (restarts or state.chain is not None)
-            return None if state.healable and heals else Judgement(Verdict.DIVERGED, Why.BROKEN)
+            knows_history = state.chain is not None
+            heals = isinstance(record, Truncate) and record.seq == 0 and (restarts or knows_history)
+            if state.healable and heals:
+                return None
+            return (
+                Judgement(Verdict.DIVERGED, Why.BROKEN)
+                if knows_history
+                else Judgement(Verdict.UNKNOWN, Why.NO_ROOT)
+            )
         case _:
             assert_never(state.standing)
 

@@ -132,9 +132,8 @@ class TakeOver:
         """
         if self._phase is not Phase.ASKING:
             return ()
-        self._attempts += 1
         me = self._claimant
-        self._claim = Claim(
+        claim = Claim(
             session=self._session,
             epoch=Epoch(high_watermark + 1),
             writer=me.writer,
@@ -143,9 +142,13 @@ class TakeOver:
             identity=me.identity,
             context=me.context,
         )
+        header = self._header_bytes(
+            claim
+        )  # before anything is changed: it may refuse what no record can carry
+        self._attempts += 1
+        self._claim = claim
         self._phase = Phase.CLAIMED
-        header = self._header_bytes(self._claim)
-        return (AppendRecord(self._partition, self._claim, header, 0, memoryview(b"")),)
+        return (AppendRecord(self._partition, claim, header, 0, memoryview(b"")),)
 
     def admitted(self, claim: Claim) -> bool:
         """A claim of the session was folded; true if it is ours: primary from here on."""

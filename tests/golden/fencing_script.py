@@ -13,6 +13,7 @@ Commands (A: a node, s: a session, numbers are token ids unless said otherwise):
 
     node A [from OFFSET | from nothing]       a node that reads the log from there; nothing: no partition yet
     open A s TOKENS… [continues EPOCH] [deadline NS] [weights]    a request; weights: of an engine with newer ones
+    rewrite A s                               the node wants a session of its own logged again; numbered as requests are
     withdraw A s REQUEST · close A TURN · end A s · stop A · tick A NS
     rows A s TOKENS… [shard N]                new rows of the turn in progress, of each shard or of one
     answer A | no-answer A                    the oldest question for a watermark is answered, or fails
@@ -207,6 +208,7 @@ _OF_NODE: dict[str, Callable[[Machine, list[str]], list[Effect]]] = {
     "no-answer": lambda m, _: m.no_answer(),
     "lose": lambda m, _: m.lose(),
     "end": lambda m, w: m.end(session=w[0]),
+    "rewrite": lambda m, w: m.rewrite(session=w[0]),
     "close": lambda m, w: m.step(CloseTurn(Turn(int(w[0])))),
     "withdraw": lambda m, w: m.step(WithdrawRequest(SessionId(w[0]), int(w[1]))),
     "stop": lambda m, _: m.step(Stop()),

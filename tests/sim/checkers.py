@@ -16,6 +16,8 @@ HonestNeverBreaks        a session breaks only where a record was damaged, lost 
 SilentAfterUnknown       nothing is written under an epoch after an append of it has failed
 NoClaimBack              a request that was fenced opens no turn under a newer epoch
 OneAnswer                a request for a turn gets exactly one answer
+RequestsFirst            no request is refused because of a rewrite
+RewrittenIsKnown         a session that was rewritten is known to a reader that begins where the rewrite began
 
 Four more look at the end of a run: tests.sim.ending.
 """
@@ -36,6 +38,7 @@ from kvlog.core.effects import (
     TurnAcknowledged,
     TurnOpened,
     TurnUnlogged,
+    UnloggedReason,
 )
 from kvlog.core.inputs import AppendFailed, HoleRead, LogReplacedRead, RecordRead, UnreadableRead
 from kvlog.core.session import Standing
@@ -60,7 +63,7 @@ NAMES = frozenset(
         *("MonotonicEpoch", "OneWriterPerEpoch", "NoStaleApplied", "NoTwoOwners", "StandbysAgreeAtOffset"),
         *("StandbyIsPrefixOfAcked", "AttachOnlyAfterOwnClaim", "AttachedRight", "OneLineage"),
         *("PinnedBytesImmutable", "AcknowledgedNotLost", "ChainsEqualCachesEqual", "HonestNeverBreaks"),
-        *("SilentAfterUnknown", "NoClaimBack", "OneAnswer"),
+        *("SilentAfterUnknown", "NoClaimBack", "OneAnswer", "RequestsFirst", "RewrittenIsKnown"),
         *("Converged", "SessionClaimable", "NoTurnStuck", "BoundedMemory"),
     }
 )
@@ -240,7 +243,8 @@ class Checkers:
             case TurnOpened():
                 self._opened(shell, effect)
             case TurnUnlogged():
-                require(effect.request in shell.engine.asks, "OneAnswer", "answered twice", effect)
+                self._is_asked(shell, effect)
+                self._is_not_for_a_rewrite(shell, effect)
             case TurnAcknowledged():
                 self._acknowledged(shell, effect)
             case _:
@@ -349,7 +353,7 @@ class Checkers:
         return any(admitted.claim.nonce == nonce for admitted in self.claims.get(session, ()))
 
     def _opened(self, shell: Shell, effect: TurnOpened) -> None:
-        require(effect.request in shell.engine.asks, "OneAnswer", "answered twice", effect)
+        self._is_asked(shell, effect)
         assert shell.core is not None, "only a living node opens turns"
         primary = shell.core.primary(effect.session)
         require(
@@ -366,37 +370,58 @@ class Checkers:
         if place is not None and shell.generation[partition] == self.log.partitions[partition].generation:
             read = shell.core.partitions[partition].applied > place[1]
             require(read, "AttachOnlyAfterOwnClaim", shell.name, "has not read its claim", effect)
-        request = shell.engine.asks[effect.request]
-        if request.epoch and not self.log.partitions[partition].generation:
-            self._no_claim_back(shell, request, effect)
+        request = shell.engine.asks.get(effect.request)
+        continues = request.epoch if request is not None else shell.rewriter.continues
+        if continues and not self.log.partitions[partition].generation:
+            self._no_claim_back(shell, continues, effect)
 
-    def _no_claim_back(self, shell: Shell, request: Request, effect: TurnOpened) -> None:
+    @staticmethod
+    def _is_asked(shell: Shell, effect: TurnOpened | TurnUnlogged) -> None:
+        asked = effect.request in shell.engine.asks or effect.request == shell.rewriter.ask
+        require(asked, "OneAnswer", "answered twice", effect)
+
+    @staticmethod
+    def _is_not_for_a_rewrite(shell: Shell, effect: TurnUnlogged) -> None:
+        if effect.reason is not UnloggedReason.BUSY or effect.request == shell.rewriter.ask:
+            return
+        assert shell.core is not None, "only a living node answers"
+        primary, claim = shell.core.primary(effect.session), shell.core._claims.get(effect.session)
+        rewrites = (primary is not None and primary.is_rewriting) or (
+            claim is not None and claim.asked is not None and claim.asked.rewrites
+        )
+        require(not rewrites, "RequestsFirst", shell.name, effect)
+
+    def _no_claim_back(self, shell: Shell, continues: Epoch, effect: TurnOpened) -> None:
         assert shell.core is not None, "only a living node opens turns"
         core = shell.core.partitions[shell.around.partition_of[effect.session]]
-        if (shell.writer, effect.session) in self.lost_sight or core.read_from >= request.epoch:
+        if (shell.writer, effect.session) in self.lost_sight or core.read_from >= continues:
             return  # it cannot know
         rivals = [
             a.claim.epoch
             for a in self.claims.get(effect.session, ())
-            if request.epoch < a.claim.epoch < effect.epoch and a.claim.writer != shell.writer
+            if continues < a.claim.epoch < effect.epoch and a.claim.writer != shell.writer
         ]
         require(not rivals, "NoClaimBack", shell.name, "was fenced by", rivals, "yet opens", effect)
 
     def _acknowledged(self, shell: Shell, effect: TurnAcknowledged) -> None:
-        request = shell.engine.turns.get(effect.turn)
+        request, work = shell.engine.turns.get(effect.turn), shell.rewriter.work
+        of_rewrite = work.tokens if work is not None and work.turn == effect.turn else None
+        tokens = request.tokens if request is not None else of_rewrite
         partition = shell.around.partition_of[effect.session]
         log = self.log.partitions[partition]
         assert shell.core is not None, "only a living node acknowledges"
         primary = shell.core.primary(effect.session)
         known = self.references[partition].known.get(effect.session)
-        if request is None or primary is None or shell.generation[partition] != log.generation:
+        if tokens is None or primary is None or shell.generation[partition] != log.generation:
             return
         if known is None or known.claim.nonce != primary.claim.nonce:
             return  # fenced already, or unreadable further on
-        kept = (
-            known.length >= effect.length and known.tokens[: effect.length] == request.tokens[: effect.length]
-        )
+        kept = known.length >= effect.length and known.tokens[: effect.length] == tokens[: effect.length]
         require(kept, "AcknowledgedNotLost", shell.name, effect, "the log gives", known.length)
+        if of_rewrite is not None and not log.generation:
+            late = Reference.of(partition, log, first=shell.rewriter.began_at).known.get(effect.session)
+            whole = late is not None and late.tokens[: effect.length] == tokens[: effect.length]
+            require(whole, "RewrittenIsKnown", shell.name, effect, "who begins there has", late)
 
     def _same_owner(self, shell: Shell, state: SessionState, cause: Message) -> Seen | None:
         """The owner, and what is quick to compare; a session changes only by its own messages."""

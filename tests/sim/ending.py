@@ -96,6 +96,7 @@ def _round(world: World, node: Shell) -> bool:
             moved = True
     while node.take_rows():
         moved = True
+    moved = node.rewriter.step() or moved
     for request in list(node.engine.requests):
         moved = moved or request.phase is not Phase.WAITING
         node.engine.step(request)
@@ -138,7 +139,11 @@ def _is_well(world: World, node: Shell) -> None:
     core = node.core
     assert core is not None, "no node dies while the run is drained"
     world.checkers.all_rows(node)
-    leftovers = {"claims": list(core._claims), "turns": core._owned._turns}
+    leftovers = {
+        "claims": list(core._claims),
+        "turns": core._owned._turns,
+        "rewrites": list(filter(None, [node.rewriter.work, node.rewriter.ask])),
+    }
     require(not any(leftovers.values()), "NoTurnStuck", node.name, leftovers)
     require(core.is_drained(), "NoTurnStuck", node.name, "sent what was never folded")
     require(not node.buffer.pins, "BoundedMemory", node.name, "pins are left")

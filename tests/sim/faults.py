@@ -52,10 +52,14 @@ class Fault(StrEnum):
     EVICTED = "bytes evicted"
     SESSION_ENDED = "session ended"
     RING_BEHIND = "rows late in the ring"
+    REWRITE = "session rewritten"
 
 
 LOAD = frozenset(
-    {Fault.CONTEXT, Fault.CONCURRENT, Fault.ABORTED, Fault.SESSION_ENDED, Fault.RING_BEHIND, Fault.DEADLINE}
+    {
+        *(Fault.CONTEXT, Fault.CONCURRENT, Fault.ABORTED, Fault.SESSION_ENDED),
+        *(Fault.RING_BEHIND, Fault.DEADLINE, Fault.REWRITE),
+    }
 )
 """What users and slow daemons do to a healthy system too: it is counted and shown, but not as faults."""
 
@@ -83,6 +87,7 @@ ACTION_WEIGHTS: Mapping[Fault, float] = {
     Fault.DEADLINE: 0.8,
     Fault.EVICTED: 0.8,
     Fault.SESSION_ENDED: 0.4,
+    Fault.REWRITE: 8.0,
 }
 """Faults that happen by themselves: weights against those of the ordinary actions, whose sum is about 60."""
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvlog.checksums import checksum
 from kvlog.core.inputs import EndSession, HoleRead, Stop
+from kvlog.core.rewriting import is_rewritable
 from kvlog.core.takeover import Claimant
 from kvlog.ids import Epoch, NodeId, Nonce, Offset, Partition, Position, Seq, Shard, Writer
 from kvlog.records import Claim, Codec, Delta, EndReason, Entry, Snapshot, Truncate
@@ -90,6 +91,20 @@ class Mishaps:
             return False
         node.engine.load_weights(identity)
         return True
+
+    def rewrite(self) -> bool:
+        """A node wants a session of its own logged again, as retention comes near."""
+        owned = [
+            (node, primary.session)
+            for node in self._world.nodes
+            if node.core is not None and not node.paused
+            for primary in node.core.primaries()
+            if is_rewritable(primary, node.core.state(primary.session))
+        ]
+        if not owned:
+            return False
+        node, session = self._rng.choice(owned)
+        return node.rewriter.begin(session, self._log.partitions[self._around.partition_of[session]].end)
 
     def evicted(self) -> bool:
         node = self._rng.choice(self._world.nodes)

@@ -53,10 +53,11 @@ class Reference:
         self._read_from = 0
 
     @classmethod
-    def of(cls, partition: Partition, log: PartitionLog) -> Reference:
-        """Fold a partition anew: after its tail was lost."""
+    def of(cls, partition: Partition, log: PartitionLog, *, first: int = 0) -> Reference:
+        """Fold a partition anew, after its tail was lost, or as a reader does that begins at `first`."""
         fresh = cls(partition)
-        for offset, message in enumerate(log.messages):
+        fresh._read_from = first
+        for offset, message in enumerate(log.messages[first:], first):
             fresh.read(Offset(offset), message)
         return fresh
 

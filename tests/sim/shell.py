@@ -40,6 +40,7 @@ from tests.sim.buffer import Buffer
 from tests.sim.engine import Engine
 from tests.sim.faults import Fault
 from tests.sim.modellog import damage_for
+from tests.sim.rewriter import Rewriter
 from tests.sim.rows import ROW_BYTES
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class Shell:
         self.is_stopping = False
         self.writer = Writer(self.rng.randbytes(16))
         self.buffer = Buffer(self.blocks)
+        self.rewriter = Rewriter(self)
         self.outbox: dict[Partition, deque[Entry]] = {}
         self.failures: deque[Record] = deque()
         self.given_up: set[tuple[SessionId, Epoch]] = set()
@@ -134,6 +136,7 @@ class Shell:
             self._leave_behind(partition, entries)
         self.outbox = {}
         self.core = None
+        self.rewriter = Rewriter(self)
         self.engine.daemon_lost(ring_survives=self.rng.random() < 0.8)
 
     def crash(self) -> None:
@@ -313,7 +316,8 @@ class Shell:
             case FollowPartition(partition, offset):
                 self._note_followed(partition, offset)
             case TurnOpened() | TurnUnlogged() | TurnAcknowledged() | TurnFenced() | TurnEnded():
-                self.engine.answer(effect)
+                if not self.rewriter.takes(effect):
+                    self.engine.answer(effect)
             case _:
                 pass
 

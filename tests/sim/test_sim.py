@@ -33,12 +33,12 @@ def test_seed_replayed_is_the_same_run() -> None:
 
 def test_every_kind_of_fault_is_injected() -> None:
     """A kind that never happens would be a claim without a test."""
-    injected = Counter[Fault]()
-    for seed in range(40):
-        injected += simulate(seed, always=frozenset(Fault)).counts
-        if all(injected[fault] for fault in Fault):
-            break
-    assert [fault for fault in Fault if not injected[fault]] == []
+    assert [fault for fault in Fault if not _happens(fault)] == []
+
+
+def _happens(fault: Fault) -> bool:
+    """Whether one of a few runs that do not leave it out has it; all kinds at once would leave nothing to happen to."""
+    return any(simulate(seed, always=frozenset({fault})).counts[fault] for seed in range(40))
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -63,6 +63,7 @@ class World:
             (24, self.read),
             (9, self.take_ring),
             (15, self.run_engine),
+            (4, self.run_rewriter),
             (12, self.send),
             (4, self.tell_failure),
             (6, self.watermark),
@@ -106,6 +107,12 @@ class World:
         if node is not None:
             for request in list(node.engine.requests):
                 node.engine.step(request)
+
+    def run_rewriter(self) -> None:
+        """A rewrite logs a few rows more."""
+        node = self._working(lambda node: node.rewriter.work is not None)
+        if node is not None:
+            node.rewriter.step()
 
     def send(self) -> None:
         """A daemon's appends land, a few of one partition; those of a paused one too, they are on their way."""

@@ -106,8 +106,7 @@ OLD_WEIGHTS_CLAIM = Mutant(
 # Turns
 
 
-def _send_unjudged(self: PrimaryCore, record: Any, payload: memoryview) -> AppendRecord:
-    header = self._header_bytes(record)
+def _send_unjudged(self: PrimaryCore, record: Any, header: bytes, payload: memoryview) -> AppendRecord:
     chain = next_chain(self._projected, record, header) or 0
     fold(self._projected, self._projected.last_offset, Entry(record, header, chain, payload))
     return AppendRecord(self._partition, record, header, chain, payload)
@@ -145,12 +144,12 @@ def _begin_from_the_fold(self: NodeCore, core: PrimaryCore, asked: OpenTurn) -> 
         return _begin(self, core, asked)
 
 
-def _begin_when_broken(self: PrimaryCore, turn: Any, tokens: Any, context: Any) -> Any:
+def _begin_when_broken(self: PrimaryCore, turn: Any, tokens: Any, context: Any, *, rewrites: bool) -> Any:
     if self._projected.standing is not Standing.BROKEN:
-        return _begin_turn(self, turn, tokens, context)
+        return _begin_turn(self, turn, tokens, context, rewrites=rewrites)
     self._projected.standing = Standing.WHOLE
     try:
-        return _begin_turn(self, turn, tokens, context)
+        return _begin_turn(self, turn, tokens, context, rewrites=rewrites)
     finally:
         self._projected.standing = Standing.BROKEN
 
@@ -163,7 +162,7 @@ def _rows_of_any_epoch(self: NodeCore, rows: EncodedRows) -> Any:
 
 
 _node_rows = NodeCore._rows
-UNJUDGED: Change = (PrimaryCore, "_send", _send_unjudged)
+UNJUDGED: Change = (PrimaryCore, "_projected_record", _send_unjudged)
 NO_TRUNCATE = Mutant(
     "no Truncate at a turn's start",
     ((PrimaryCore, "rows", _rows_without_truncate), (NodeCore, "_rows", _in_sequence), UNJUDGED),

@@ -27,6 +27,7 @@ from kvlog.core.inputs import (
     Follow,
     OpenTurn,
     RecordRead,
+    RewriteSession,
     UnreadableRead,
     WatermarkFailed,
     WatermarkRead,
@@ -123,6 +124,11 @@ class Machine:
             )
         )
 
+    def rewrite(self, *, session: str = "s", deadline_ns: int = FAR_AWAY) -> list[Effect]:
+        """The node wants a session of its own logged again; numbered as requests are."""
+        self._requests += 1
+        return self.step(RewriteSession(self._requests, SessionId(session), deadline_ns))
+
     def end(self, *, session: str = "s", reason: EndReason = EndReason.FORGET) -> list[Effect]:
         """Somebody wants the session forgotten."""
         claimant = Claimant(NodeId(f"node-{self.name}"), writer(self.name), IDENTITY, CONTEXT)
@@ -198,9 +204,15 @@ class Machine:
                 effects += self.step(RecordRead(reader.partition, at, book.entries[at]))
         raise AssertionError("the node reads again for ever")
 
+    def own_as(self, identity: Identity, *tokens: int) -> list[Effect]:
+        """The same by an engine of another identity."""
+        return self._claimed(self.open(*tokens, identity=identity), "s")
+
     def own(self, *tokens: int, session: str = "s") -> list[Effect]:
         """The whole way to a turn: asked, claimed, landed, read back."""
-        effects = self.open(*tokens, session=session)
+        return self._claimed(self.open(*tokens, session=session), session)
+
+    def _claimed(self, effects: list[Effect], session: str) -> list[Effect]:
         if self.asked:
             self.answer()
             self.land()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,7 +13,8 @@ from kvlog.core.effects import AppendRecord, TurnAcknowledged
 from kvlog.core.inputs import EncodedRows
 from kvlog.core.primary import PrimaryCore, Tenure
 from kvlog.core.session import Standing
-from kvlog.ids import Position, SessionId, Shard, Turn
+from kvlog.errors import LocalProtocolError
+from kvlog.ids import Position, Seq, SessionId, Shard, Turn
 from kvlog.limits import TINY
 from kvlog.records import Codec, Delta, End, EndReason, Entry, Record, Truncate
 from kvlog.wire.header import header_bytes
@@ -25,6 +28,9 @@ from tests.unit.core.logbook import (
     claim,
     payload_of,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FIRST, SECOND = Turn(1), Turn(2)
 
@@ -376,12 +382,31 @@ def test_primary_refuses_what_its_caller_must_not_ask() -> None:
     with pytest.raises(AssertionError, match="does not come back"):
         primary.lose(Tenure.OWNED)
     wrong = encoded(primary, (1,))
+    wrong = replace(wrong, payload_checksum=0)
+    with pytest.raises(AssertionError, match="their own checksum"):
+        primary.rows(wrong)
+    assert primary._projected.next_seq == 0, "nothing was changed"
+    write(primary, 1)
     with pytest.raises(AssertionError, match="every reader would refuse"):
-        primary.rows(
-            EncodedRows(
-                wrong.turn, wrong.epoch, wrong.shard, wrong.start, (1,), wrong.codec, wrong.payload, 0
-            )
-        )
+        primary.rows(replace(encoded(primary, (2,)), payload_checksum=0))
+
+
+@pytest.mark.parametrize("tokens", [(1 << 32,), (-1,), tuple(range(TINY.delta_tokens + 1))])
+def test_rows_that_no_record_can_carry_change_nothing(tokens: tuple[int, ...]) -> None:
+    """INV-SENT: the wire refuses them before the projection has moved, so the turn goes on as if they had not come."""
+    book = Logbook()
+    book.claim()
+    encoder: Callable[[Record], bytes] = lambda record: header_bytes(record, limits=TINY)  # noqa: E731
+    state = book.state()
+    primary = PrimaryCore.from_claim(PARTITION, state, own=state.claim, header_bytes=encoder, limits=TINY)
+    primary.begin(FIRST, (), CONTEXT)
+    for _ in ("before the turn's Truncate", "behind it"):
+        before = copy.deepcopy(primary._projected)
+        with pytest.raises(LocalProtocolError):
+            primary.rows(replace(encoded(primary, (1,)), tokens=tokens))
+        assert before == primary._projected
+        land(book, write(primary, 1, 2))
+    assert [1, 2, 1, 2] == list(book.state().tokens)
 
 
 def test_epoch_without_history_cannot_be_continued() -> None:
@@ -389,7 +414,10 @@ def test_epoch_without_history_cannot_be_continued() -> None:
     _, primary = owned()
     primary._projected.next_seq = 1  # type: ignore[assignment]
     with pytest.raises(AssertionError, match="starts with Truncate"):
-        primary._truncate(Position(0))
+        primary._send(
+            Truncate(primary.session, primary.claim.epoch, primary.claim.writer, Seq(1), Position(0)),
+            payload=memoryview(b""),
+        )
 
 
 def test_projection_leaves_the_folded_state_alone() -> None:

@@ -126,23 +126,23 @@ claim-too-high          epoch     epoch   epoch    epoch   epoch    epoch    epo
 truncate-0              fits      fits    fits     broken  fits     fits     afterend fits     fits
 truncate-0-seq-0        fits      passed  fits     passed  fits     fits     passed   fits     fits
 truncate-0-chain        chain     chain   chain    broken  chain    chain    afterend chain    chain
-truncate-2              root      fits    fits     broken  fits     broken   afterend shards   shards
-truncate-2-seq-0        root      passed  fits     passed  fits     broken   passed   shards   shards
-truncate-2-chain        root      chain   chain    broken  chain    broken   afterend shards   shards
-truncate-3              root      fits    length   broken  length   broken   afterend shards   shards
-truncate-60             root      fits    length   broken  length   broken   afterend shards   shards
-delta                   root      fits    first    broken  broken   broken   afterend first    first
-delta-shard-1           root      fits    first    broken  broken   broken   afterend first    first
-delta-shard-2           root      shard   first    broken  broken   broken   afterend first    first
-delta-behind            root      start   first    broken  broken   broken   afterend first    first
-delta-ahead             root      start   first    broken  broken   broken   afterend first    first
-delta-longest           root      fits    first    broken  broken   broken   afterend first    first
-delta-too-long          root      long    first    broken  broken   broken   afterend first    first
-delta-payload           root      payload first    broken  broken   broken   afterend first    first
-delta-chain             root      chain   first    broken  broken   broken   afterend first    first
-end                     root      fits    endfirst broken  broken   broken   afterend endfirst endfirst
-end-seq-0               root      passed  endfirst passed  broken   broken   passed   endfirst endfirst
-end-chain               root      chain   endfirst broken  broken   broken   afterend endfirst endfirst
+truncate-2              root      fits    fits     broken  fits     root     afterend shards   shards
+truncate-2-seq-0        root      passed  fits     passed  fits     root     passed   shards   shards
+truncate-2-chain        root      chain   chain    broken  chain    root     afterend shards   shards
+truncate-3              root      fits    length   broken  length   root     afterend shards   shards
+truncate-60             root      fits    length   broken  length   root     afterend shards   shards
+delta                   root      fits    first    broken  broken   root     afterend first    first
+delta-shard-1           root      fits    first    broken  broken   root     afterend first    first
+delta-shard-2           root      shard   first    broken  broken   root     afterend first    first
+delta-behind            root      start   first    broken  broken   root     afterend first    first
+delta-ahead             root      start   first    broken  broken   root     afterend first    first
+delta-longest           root      fits    first    broken  broken   root     afterend first    first
+delta-too-long          root      long    first    broken  broken   root     afterend first    first
+delta-payload           root      payload first    broken  broken   root     afterend first    first
+delta-chain             root      chain   first    broken  broken   root     afterend first    first
+end                     root      fits    endfirst broken  broken   root     afterend endfirst endfirst
+end-seq-0               root      passed  endfirst passed  broken   root     passed   endfirst endfirst
+end-chain               root      chain   endfirst broken  broken   root     afterend endfirst endfirst
 snapshot                fits      fits    fits     fits    fits     fits     fits     fits     fits
 """
 
@@ -170,8 +170,8 @@ other-writer             writer    writer    writer    writer    writer    write
 older-epoch-other-writer older     older     older     older     older     older     older     older     older
 seq-passed               -         passed    -         passed    -         -         passed    -         -
 seq-just-passed          -         passed    -         passed    -         -         passed    -         -
-seq-ahead                root      seq       seq       broken    broken    broken    afterend  seq       seq
-seq-far-ahead            root      seq       seq       broken    broken    broken    afterend  seq       seq
+seq-ahead                root      seq       seq       broken    broken    root      afterend  seq       seq
+seq-far-ahead            root      seq       seq       broken    broken    root      afterend  seq       seq
 """
 
 
