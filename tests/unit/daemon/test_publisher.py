@@ -220,7 +220,7 @@ async def test_record_that_waits_while_its_epoch_is_lost_never_goes_out(
     bench.send(truncate("s", 1, seq=1))
     bench.send(truncate("other", 1))
     async with asyncio.timeout(5):
-        while bench.writer.refused < 3:
+        while bench.writer.refused < 3:  # noqa: ASYNC110  # with a deadline
             await asyncio.sleep(0.001)
     bench.writer.futures[0][1].set_exception(OutcomeUnknown(partition=0, problem="test"))
     await bench.told(1)
