@@ -35,7 +35,7 @@ from kvlog.log.kafka_protocol import (
 from kvlog.log.kafka_records import FetchedMessage, read_records
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from kvlog.log.kafka_link import KafkaLink, TopicBound, TopicSeen
     from kvlog.log.kafka_offsets import GroupOffsets
@@ -69,7 +69,7 @@ class _Place:
         partition: which.
         fetch_at: the next offset to ask for.
         position: the next offset that `poll` returns.
-        epoch: leader epoch of the record before `fetch_at`.
+        epoch: leader epoch of the last record read, at or behind `fetch_at`: a log without it has lost its tail.
         fault: why it stands still.
         said: whether `poll` has raised it.
         trouble: why its last fetch brought nothing.
@@ -88,13 +88,18 @@ class _Place:
     held: int = 0
 
     def move(self, offset: int) -> None:
-        """Go on elsewhere."""
+        """Go on elsewhere. A log that we read further back must still have what we have read of it."""
+        if self.fault is not None or offset > self.fetch_at:
+            self.epoch = _EPOCH_UNKNOWN
         self.fetch_at = self.position = offset
-        self.epoch = _EPOCH_UNKNOWN
         self.not_before = 0.0
         self.held = 0
         self.fault = None
         self.trouble = None
+
+    def is_at(self, offset: int | None) -> bool:
+        """Whether it is read from there already."""
+        return self.fault is None and self.position == offset
 
     def stop(self, fault: KvlogError) -> None:
         """Stand still."""
@@ -136,9 +141,10 @@ class KafkaReader:
         assert all(0 <= p < self._topic.partitions for p in positions), (
             "a partition that the topic does not have"
         )
-        self._places = {p: _Place(p, offset, offset) for p, offset in positions.items()}
-        self._ready.clear()
-        self._ready_bytes = 0
+        # Who follows one partition more does not forget what was read of the others.
+        kept = {p: place for p, place in self._places.items() if place.is_at(positions.get(p))}
+        self._places = {p: kept.get(p) or _Place(p, offset, offset) for p, offset in positions.items()}
+        self._keep_ready(kept)
         self._watch.forget()
 
     def seek(self, partition: Partition, offset: Offset) -> None:
@@ -148,7 +154,10 @@ class KafkaReader:
         self._watch.forget()
 
     def _forget_ready(self, partition: Partition) -> None:
-        self._ready = deque(read for read in self._ready if read.partition != partition)
+        self._keep_ready(self._places.keys() - {partition})
+
+    def _keep_ready(self, partitions: Collection[Partition]) -> None:
+        self._ready = deque(read for read in self._ready if read.partition in partitions)
         self._ready_bytes = sum(_size(read) for read in self._ready)
 
     async def poll(self, *, bytes_max: int, timeout_seconds: float) -> Sequence[LogMessage]:

@@ -83,7 +83,7 @@ async def test_partitions_of_several_brokers_are_read_in_order(link: FakeLink) -
 
 
 async def test_fetch_says_the_epoch_of_the_last_record(link: FakeLink) -> None:
-    """The broker compares histories by it; after a seek we have read nothing, and say so."""
+    """The broker compares histories by it: also when we read something again, and not where we have not been."""
     shelf = link.fetch = Shelf(3, 0, 0)
     reader = reader_on(link)
     reader.assign({P0: Offset(0)})
@@ -92,7 +92,42 @@ async def test_fetch_says_the_epoch_of_the_last_record(link: FakeLink) -> None:
     assert {(0, 0, -1), (0, 3, 7)} == set(shelf.asked)
     reader.seek(P0, Offset(2))
     await read(reader, 1)
-    assert (0, 2, -1) in shelf.asked
+    assert (0, 2, 7) in shelf.asked
+    reader.seek(P0, Offset(40))
+    await reader.poll(bytes_max=1, timeout_seconds=0.3)
+    assert (0, 40, -1) in shelf.asked
+    await reader.close()
+
+
+async def test_partition_that_is_assigned_where_it_is_keeps_what_was_read(link: FakeLink) -> None:
+    """Its epoch and its fetched messages: a node that follows one partition more loses nothing of the others."""
+    shelf = link.fetch = Shelf(3, 4, 0)
+    reader = reader_on(link)
+    reader.assign({P0: Offset(0)})
+    assert [(0, 0)] == await read(reader, 1, bytes_max=1)
+    reader.assign({**reader.positions(), P1: Offset(2)})
+    assert {(0, 1), (0, 2), (1, 2), (1, 3)} == set(await read(reader, 4))
+    await reader.poll(bytes_max=1, timeout_seconds=0.05)
+    assert {(0, 0, -1), (0, 3, 7), (1, 2, -1)} <= set(shelf.asked)
+    assert not [asked for asked in shelf.asked if asked[:2] == (0, 1)], "nothing was fetched twice"
+    await reader.close()
+
+
+async def test_log_that_was_replaced_is_read_without_the_old_ones_epoch(link: FakeLink) -> None:
+    """What was read of the old log says nothing of the new one."""
+    shelf = Shelf(3, 0, 0)
+    link.fetch = shelf
+    reader = reader_on(link)
+    reader.assign({P0: Offset(0)})
+    await read(reader, 3)
+    link.fetch = lambda _: [fetched(0, tags={0: struct.pack(">iq", 6, 3)}, end=100)]
+    with pytest.raises(LogReplaced):
+        await read(reader, 1)
+    link.fetch = shelf
+    shelf.asked.clear()
+    reader.seek(P0, Offset(1))
+    await read(reader, 2)
+    assert (0, 1, -1) == shelf.asked[0]
     await reader.close()
 
 
