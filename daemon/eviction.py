@@ -25,6 +25,14 @@ class Evictor:
         self._pool = pool
         self._turns = turns
         self._marks = marks
+        self.rewritten: SessionId | None = None
+        """The session that is being logged again; it is in use."""
+
+    @property
+    def room(self) -> int:
+        """Blocks that can be placed before anything is evicted for them."""
+        counts = self._pool.blocks.ledger.counts
+        return self._marks.high_percent * counts.total // 100 - counts.used
 
     def evict(self, *, blocks_wanted: int = 0, keep: SessionId | None = None) -> int:
         """Drop what is due.
@@ -35,7 +43,8 @@ class Evictor:
 
         Returns: how many sessions went.
         """
-        held = self._turns.sessions() | self._shell.core.sessions_being_claimed | ({keep} if keep else set())
+        in_use = {session for session in (keep, self.rewritten) if session is not None}
+        held = self._turns.sessions() | self._shell.core.sessions_being_claimed | in_use
         plan = plan_eviction(
             self._pool.blocks, self._marks, now_ns=time.monotonic_ns(), held=held, blocks_wanted=blocks_wanted
         )

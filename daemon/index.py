@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvlog.core.myself import Myself
     from kvlog.ids import NodeId, SessionId, Writer
     from kvlog.log.base import Log, Table
+    from kvlog.records import Claim
 
 __all__ = ["NodeIndex"]
 
@@ -48,6 +49,7 @@ class NodeIndex:
         self._telemetry = telemetry
         self._node: NodeId = myself.node
         self._writer: Writer = myself.writer
+        self._partition_of = myself.partition_of
         self.neighbours = Neighbours(myself.node, myself.writer.hex())
         self._claims: deque[SessionRow] = deque(maxlen=_CLAIMS_MAX)
         self._broken: set[SessionId] = set()
@@ -61,19 +63,18 @@ class NodeIndex:
 
     def claimed(self, effect: SessionClaimed) -> None:
         """A claim was folded; ours is to be written down."""
-        claim = effect.claim
-        if claim.writer != self._writer:
-            return
-        core = self._shell.core
-        partition = next(
-            (p for p, c in core.partitions.items() if c.session(claim.session) is not None), None
-        )
-        state = core.partitions[partition].session(claim.session) if partition is not None else None
+        if effect.claim.writer == self._writer:
+            self.note(effect.claim)
+
+    def note(self, claim: Claim) -> None:
+        """The row of a session of ours is due: it was claimed, or its root has moved."""
+        partition = self._partition_of(claim.session)
+        state = self._shell.core.state(claim.session)
         first = state.first_needed_offset if state else None
         self._claims.append(
             SessionRow(
                 session=claim.session,
-                partition=partition if partition is not None else -1,
+                partition=partition,
                 first_needed=claim.epoch - 1 if first is None else first,
                 node=claim.node,
                 epoch=claim.epoch,

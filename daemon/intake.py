@@ -12,17 +12,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from daemon.outgoing import OutgoingRows, publish_rows
 from daemon.turns import Batch
 from kvlog.buffers.doorbell import create_doorbell
 from kvlog.buffers.ring import RingReader
-from kvlog.checksums import checksum
-from kvlog.core.inputs import CloseTurn, EncodedRows
+from kvlog.core.inputs import CloseTurn
 from kvlog.errors import DecodeError, KvlogError
-from kvlog.ids import Position, Shard
 from kvlog.modes import SyncKind
-from kvlog.records import Codec
-from kvlog.wire.codec import encode_payload
-from kvlog.wire.cut import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +31,7 @@ if TYPE_CHECKING:
     from daemon.turns import OpenTurnEntry, TurnRegistry
     from kvlog.buffers.memory import SealedMemory
     from kvlog.buffers.ring import RingEntry, RingPart
-    from kvlog.ids import Writer
+    from kvlog.ids import Position, Shard, Writer
     from kvlog.limits import Limits
     from kvlog.link.server import Peer
 
@@ -43,9 +39,6 @@ __all__ = ["IntakeParts", "RowIntake"]
 
 _IDLE_SECONDS = 0.5
 """A doorbell that was missed costs at most so long."""
-_THREAD_BYTES_MIN = 64 << 10
-"""Below this, handing the encoding to a thread costs more than it saves."""
-
 _TAKE_SECONDS = 0.05
 """So long rows are taken before those that are due, and turns that are closed, get their turn."""
 
@@ -232,35 +225,15 @@ class RowIntake:
         tokens: tuple[int, ...],
         rows: memoryview,
     ) -> None:
-        row_bytes = turn.layout.row_bytes
-        assert len(rows) in {0, len(tokens) * row_bytes}, "rows are those of the tokens, or none"
-        if turn.mode.kind is SyncKind.IDS or len(rows) == 0:
-            codec = Codec.IDS
-        else:
-            codec = await self._parts.codec.choose(rows, turn.layout)
-        for piece in cut(len(tokens), row_bytes=row_bytes, codec=codec, limits=self._parts.limits):
-            await self._parts.publisher.room()
-            end = piece.first + piece.count
-            payload = await self._encode(rows[piece.first * row_bytes : end * row_bytes], codec, turn)
-            await self._parts.pacer.spend(len(payload))
-            self._parts.shell.step(
-                EncodedRows(
-                    turn=turn.turn,
-                    epoch=turn.epoch,
-                    shard=shard,
-                    start=Position(start + piece.first),
-                    tokens=tokens[piece.first : end],
-                    codec=codec,
-                    payload=payload,
-                    payload_checksum=checksum(payload),
-                )
-            )
-
-    async def _encode(self, rows: memoryview, codec: Codec, turn: OpenTurnEntry) -> memoryview:
-        if codec is Codec.IDS:
-            return _EMPTY
-        if codec is Codec.RAW:
-            return rows
-        if len(rows) < _THREAD_BYTES_MIN:
-            return memoryview(encode_payload(rows, codec, turn.layout.dtype))
-        return memoryview(await asyncio.to_thread(encode_payload, rows, codec, turn.layout.dtype))
+        await publish_rows(
+            self._parts,
+            OutgoingRows(
+                turn=turn.turn,
+                epoch=turn.epoch,
+                shard=shard,
+                start=start,
+                tokens=tokens,
+                rows=_EMPTY if turn.mode.kind is SyncKind.IDS else rows,
+                layout=turn.layout,
+            ),
+        )

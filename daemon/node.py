@@ -28,6 +28,7 @@ class NodeShell:
     def __init__(self, core: NodeCore) -> None:
         self._core = core
         self._handlers: dict[type, Callable[..., None]] = {}
+        self._first: dict[type, Callable[..., bool]] = {}
         self._inputs: deque[Input | None] = deque()
         self._running = False
 
@@ -40,6 +41,11 @@ class NodeShell:
         """Register who carries out a kind of effect; each kind has one handler, set before the first step."""
         assert kind not in self._handlers, "one handler a kind"
         self._handlers[kind] = handler
+
+    def divert(self, kind: type[E], handler: Callable[[E], bool]) -> None:
+        """Register who sees effects of a kind before its handler; what he says True to was his, and is carried out."""
+        assert kind not in self._first, "one a kind"
+        self._first[kind] = handler
 
     def step(self, happened: Input) -> None:
         """Tell the core that this has happened, and carry out what follows."""
@@ -61,6 +67,11 @@ class NodeShell:
                 core = self._core
                 effects = core.tick(time.monotonic_ns()) if happened is None else core.step(happened)
                 for effect in effects:
-                    self._handlers[type(effect)](effect)
+                    self._carry_out(effect)
         finally:
             self._running = False
+
+    def _carry_out(self, effect: Effect) -> None:
+        first = self._first.get(type(effect))
+        if first is None or not first(effect):
+            self._handlers[type(effect)](effect)

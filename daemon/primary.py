@@ -35,6 +35,8 @@ _OUTAGE_PAUSE_SECONDS = 0.25
 _CLAIM_PAUSE_SECONDS = 0.5
 """Between a claim that failed and the next; after an outage every session of a node claims again."""
 _LATE_SECONDS = 10.0
+_CALM_BYTES = 2 << 20
+"""About two full records: enough to keep the log busy, little for others to wait behind."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +67,8 @@ class Publisher:
         self._pending_bytes = 0
         self._room = asyncio.Event()
         self._room.set()
+        self._calm = asyncio.Event()
+        self._calm.set()
         self._empty = asyncio.Event()
         self._empty.set()
         self._queues: dict[Partition, asyncio.Queue[_Pending]] = {}
@@ -96,6 +100,10 @@ class Publisher:
     async def room(self) -> None:
         """Wait until less than the bound is pending."""
         await self._room.wait()
+
+    async def calm(self) -> None:
+        """Wait until little is pending: for records that are in no hurry, so that others do not stand behind them."""
+        await self._calm.wait()
 
     def throughput(self) -> float | None:
         """Bytes a second that the log takes when it is the limit; None: it has not been lately."""
@@ -245,10 +253,8 @@ class Publisher:
     def _account(self, size: int) -> None:
         self._pending_bytes += size
         self._telemetry.metrics.append_queue_bytes.set(self._pending_bytes)
-        if self._pending_bytes < self._queue_bytes:
-            self._room.set()
-        else:
-            self._room.clear()
+        (self._room.set if self._pending_bytes < self._queue_bytes else self._room.clear)()
+        (self._calm.set if self._pending_bytes < _CALM_BYTES else self._calm.clear)()
 
 
 def _tenure_of(record: Record) -> tuple[SessionId, Epoch]:

@@ -132,6 +132,7 @@ class Service:
             parts.publisher.run(writer),
             parts.index.run(log),
             parts.lag.run(log),
+            parts.rewriter.run(),
         )
         self._log_tasks = [self._tasks.create_task(c) for c in loops]
 

@@ -102,6 +102,19 @@ class SyncSettings(_Section):
         return value
 
 
+class PrimarySettings(_Section):
+    """What this node does for the sessions that it owns."""
+
+    rewrite_when_left: float = Field(
+        0.25,
+        ge=0,
+        le=0.9,
+        allow_inf_nan=False,
+        description="An idle session of ours is logged again when its first record has this share of its retention"
+        " left; 0: never.",
+    )
+
+
 class FollowSettings(_Section):
     """Which partitions this node keeps warm."""
 
@@ -142,6 +155,7 @@ class Settings(BaseSettings):
     link: LinkSettings = Field(default_factory=LinkSettings)
     pool: PoolSettings = Field(default_factory=PoolSettings)
     sync: SyncSettings = Field(default_factory=SyncSettings)
+    primary: PrimarySettings = Field(default_factory=PrimarySettings)
     follow: FollowSettings = Field(default_factory=FollowSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     diagnostics: DiagnosticsSettings = Field(default_factory=DiagnosticsSettings)

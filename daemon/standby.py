@@ -11,6 +11,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+from daemon.retention import Arrivals
 from daemon.telemetry import Event
 from kvlog.buffers.blocks import Key
 from kvlog.checksums import partition_of
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from daemon.telemetry import Telemetry
     from kvlog.buffers.pool import BlockPool
     from kvlog.core.inputs import Input
+    from kvlog.ids import Position
     from kvlog.limits import Limits
     from kvlog.log.base import Log, LogMessage, LogReader
 
@@ -68,9 +70,19 @@ class PoolApplier:
         self._telemetry = telemetry
         self._limits = limits
         self._absent_said: set[SessionId] = set()
+        self._ids_from: dict[SessionId, Position] = {}
         shell.handle(StoreRows, self._store)
-        shell.handle(CutRows, lambda effect: pool.cut(effect.session, effect.length))
+        shell.handle(CutRows, self._cut)
         shell.handle(DropSession, self._drop)
+
+    def ids_from(self, session: SessionId) -> Position | None:
+        """From which position on the session is logged without rows; None: all of it has rows in the log."""
+        return self._ids_from.get(session)
+
+    def _cut(self, effect: CutRows) -> None:
+        self._pool.cut(effect.session, effect.length)
+        if effect.length <= self._ids_from.get(effect.session, effect.length + 1):
+            self._ids_from.pop(effect.session, None)
 
     def _store(self, effect: StoreRows) -> None:
         """Write the delta's rows; what cannot be written is absent, and the fold goes on."""
@@ -79,6 +91,8 @@ class PoolApplier:
         key = Key(delta.session, delta.shard)
         metrics = self._telemetry.metrics
         self._pool.blocks.touch(delta.session, time.monotonic_ns())
+        if delta.codec is Codec.IDS:
+            self._ids_from[delta.session] = min(delta.start, self._ids_from.get(delta.session, delta.start))
         try:
             if delta.codec is not Codec.IDS and self._stored(effect, key, count * layout.row_bytes):
                 metrics.rows_stored.inc(count)
@@ -120,6 +134,7 @@ class PoolApplier:
     def _drop(self, effect: DropSession) -> None:
         self._pool.drop(effect.session)
         self._absent_said.discard(effect.session)
+        self._ids_from.pop(effect.session, None)
         self._telemetry.say(Event.SESSION_DROPPED, session=effect.session, reason=effect.reason.value)
 
 
@@ -133,6 +148,7 @@ class LogTail:
         self._log: Log | None = None
         self._reader: LogReader | None = None
         self._rewound: set[Partition] = set()
+        self.arrivals = Arrivals()
         self.polls = 0
         self.applied = 0
         self.is_up = True
@@ -193,7 +209,9 @@ class LogTail:
             if message.partition in self._rewound:
                 continue  # fetched before the core asked to read from further back
             metrics.records_read.inc()
-            metrics.bytes_read.inc(len(message.value))
+            size = len(message.value)
+            metrics.bytes_read.inc(size)
+            self.arrivals.note(message.partition, message.offset, message.timestamp_ms, size)
             self._shell.step(self._decoded(message))
             self.applied += 1
             if time.monotonic_ns() - began > _HOLD_NS:
@@ -243,6 +261,7 @@ class LogTail:
         assert self._log is not None, "open first"
         self._telemetry.say(Event.LOG_REPLACED, partition=error.partition, problem=error.problem)
         partition = Partition(error.partition)
+        self.arrivals.forget(partition)
         start = (await self._log.bounds(partition)).log_start
         reader.seek(partition, start)
         self._shell.step(LogReplacedRead(partition, start))

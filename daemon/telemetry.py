@@ -55,6 +55,9 @@ class Event(StrEnum):
     SESSION_DROPPED = "session_dropped"
     RECORD_REFUSED = "record_refused"
     ROWS_ABSENT = "rows_absent"
+    SESSION_REWRITTEN = "session_rewritten"
+    REWRITE_INTERRUPTED = "rewrite_interrupted"
+    REWRITE_SKIPPED = "rewrite_skipped"
     CODEC_CHOSEN = "codec_chosen"
     OFFSETS_NOT_COMMITTED = "offsets_not_committed"
     APPEND_LATE = "append_late"
@@ -93,6 +96,9 @@ EVENT_LEVELS: dict[Event, int] = {
     Event.SESSION_DROPPED: _DEBUG,
     Event.RECORD_REFUSED: _DEBUG,
     Event.ROWS_ABSENT: _WARNING,
+    Event.SESSION_REWRITTEN: _INFO,
+    Event.REWRITE_INTERRUPTED: _INFO,
+    Event.REWRITE_SKIPPED: _WARNING,
     Event.CODEC_CHOSEN: _INFO,
     Event.OFFSETS_NOT_COMMITTED: _WARNING,
     Event.APPEND_LATE: _WARNING,
@@ -160,6 +166,21 @@ class Metrics:
         self.rows_stored = Counter("kvlog_rows_stored_total", "Rows written to the pool.", registry=r)
         self.rows_absent = Counter(
             "kvlog_rows_absent_total", "Rows folded whose bytes are not held.", registry=r
+        )
+        self.rewrites = Counter(
+            "kvlog_rewrites_total",
+            "Sessions logged again before retention takes their first records, by how it came out.",
+            ["outcome"],
+            registry=r,
+        )
+        self.rewrite_bytes = Counter(
+            "kvlog_rewrite_bytes_total", "Payload bytes of sessions logged again.", registry=r
+        )
+        self.rewrites_skipped = Counter(
+            "kvlog_rewrites_skipped_total",
+            "Sessions whose first records retention takes without their being logged again.",
+            ["reason"],
+            registry=r,
         )
         self.turns_opened = Counter("kvlog_turns_opened_total", "Turns opened.", registry=r)
         self.turns_unlogged = Counter(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from kvlog.modes import SyncMode
 
 __all__ = ["Batch", "OpenTurnEntry", "TurnRegistry"]
+
+_USED_MAX = 10_000
+"""More than a node owns at one time (Limits.primaries)."""
 
 
 @dataclass(slots=True)
@@ -60,6 +65,7 @@ class TurnRegistry:
 
     def __init__(self) -> None:
         self._turns: dict[Turn, OpenTurnEntry] = {}
+        self._used: OrderedDict[SessionId, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -67,6 +73,7 @@ class TurnRegistry:
     def add(self, entry: OpenTurnEntry) -> None:
         """A turn was opened."""
         self._turns[entry.turn] = entry
+        self._use(entry.session)
 
     def get(self, turn: Turn) -> OpenTurnEntry | None:
         """The turn of this number, if it is in progress."""
@@ -77,7 +84,18 @@ class TurnRegistry:
         entry = self._turns.pop(turn, None)
         if entry is not None:
             entry.ended.set()
+            self._use(entry.session)
         return entry
+
+    def used_at(self, session: SessionId) -> float:
+        """When a turn of the session last began or ended, in monotonic seconds; minus infinity: long ago, or never."""
+        return self._used.get(session, float("-inf"))
+
+    def _use(self, session: SessionId) -> None:
+        self._used[session] = time.monotonic()
+        self._used.move_to_end(session)
+        if len(self._used) > _USED_MAX:
+            self._used.popitem(last=False)
 
     def of_row(self, row: TableRow, peer: Peer) -> OpenTurnEntry | None:
         """The turn of a row in this engine's ring, if it is its own and epoch and session fit (RULE ring)."""

@@ -16,6 +16,9 @@ from daemon.node import NodeShell
 from daemon.notify import Notifier
 from daemon.pace import Pacer
 from daemon.primary import Publisher
+from daemon.retention import RetentionRule
+from daemon.rewrite import Rewriter
+from daemon.rewrite_plan import PlannerParts, RewriteRule
 from daemon.standby import LogTail, PoolApplier
 from daemon.telemetry import Telemetry
 from daemon.turns import TurnRegistry
@@ -60,6 +63,7 @@ class Parts:
     server: LinkServer
     index: NodeIndex
     lag: LagWatch
+    rewriter: Rewriter
 
     @staticmethod
     def new_nonce() -> Nonce:
@@ -101,7 +105,7 @@ def wire(settings: Settings) -> Parts:
         format_version=settings.log.format_version,
     )
     evictor = Evictor(shell, pool, turns, _marks(settings))
-    PoolApplier(shell, pool, evictor, telemetry, limits)
+    applier = PoolApplier(shell, pool, evictor, telemetry, limits)
     tail = LogTail(shell, telemetry, limits)
     parts = IntakeParts(
         shell=shell,
@@ -115,6 +119,7 @@ def wire(settings: Settings) -> Parts:
     )
     index = NodeIndex(shell, pool, turns, telemetry, myself)
     control = EngineControl(parts, pool, index.neighbours, _control_options(settings, writer))
+    planner = PlannerParts(shell, pool, evictor, turns, tail.arrivals, applier.ids_from, partition)
     return Parts(
         settings=settings,
         myself=myself,
@@ -132,6 +137,7 @@ def wire(settings: Settings) -> Parts:
         server=_server(settings, control, limits),
         index=index,
         lag=LagWatch(shell, telemetry, index),
+        rewriter=Rewriter(parts, planner, _rewrite_rule(settings, limits), index),
     )
 
 
@@ -147,6 +153,15 @@ def _marks(settings: Settings) -> EvictionMarks:
         high_percent=pool.high_percent,
         low_percent=pool.low_percent,
         ttl_ns=pool.idle_seconds * 1_000_000_000,
+    )
+
+
+def _rewrite_rule(settings: Settings, limits: Limits) -> RewriteRule:
+    return RewriteRule(
+        retention=RetentionRule(settings.log.retention_seconds, settings.log.retention_bytes),
+        when_left=settings.primary.rewrite_when_left,
+        idle_seconds=settings.pool.idle_seconds,
+        pinned_share=limits.pinned_blocks_share,
     )
 
 

@@ -52,6 +52,9 @@ def test_environment_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.Monk
         ("[pool]\ndevice = 'gpu'\n", "pool.device"),
         ("[log]\npartitions = 4\n[follow]\npartitions = [1, 4]\n", "names [4], the log has 0 to 3"),
         ("[node]\nid = ''\n", "node.id"),
+        ("[primary]\nrewrite_when_left = 0.95\n", "primary.rewrite_when_left"),
+        ("[primary]\nrewrite_when_left = nan\n", "primary.rewrite_when_left"),
+        ("[primary]\nrewrite_when_lef = 0.5\n", "did you mean rewrite_when_left?"),
         ("pool = \n", "is not TOML"),
     ],
 )
@@ -87,6 +90,7 @@ def test_check_config_of_a_good_file_prints_all_but_secrets(
     assert "kafka.username = 'u'" in out
     assert "hush-hush" not in out
     assert "# memory: pool 1024 MiB" in out
+    assert "rewrite_when_left = 0.25" in out
 
 
 def test_wrong_config_ends_with_the_exit_code_that_systemd_does_not_restart(

@@ -1,0 +1,141 @@
+"""A session that lives long is logged again before the log loses its beginning: a node that starts later knows it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvlog.ids import Offset, Partition
+from kvlog.log.local import LocalLog, LocalLogOptions
+from kvlog.log.topics import records_topic
+from tests.kafka.admin import Admin
+from tests.nodes import Node, ask, synthetic_answer, until
+from tests.unit.consumers.written_log import kvlog
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.nodes import Answer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PROMPT = "The cache is the conversation. "
+TOKENS = 20
+KNOWN = 10
+ALL = len(PROMPT) + KNOWN - 1
+"""What can be attached of a prompt and KNOWN tokens: the last one's row is always computed."""
+NOISE = PROMPT * 8
+"""A session of more than a megabyte: past half of what the log keeps, and too large to be logged again in it."""
+RETENTION_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """A log of one partition."""
+
+    folder: Path
+    url: str
+    prefix: str
+
+    def node(self, name: str) -> Node:
+        """A node, started, that logs sessions again when half of their life is left."""
+        return Node.start(
+            self.folder,
+            name,
+            self.url,
+            engine=("synthetic",),
+            log={"partitions": 1, "topic_prefix": self.prefix, "retention_bytes": RETENTION_BYTES},
+            sync={"codec": "raw"},
+            primary={"rewrite_when_left": 0.5},
+        )
+
+    def delete(self, before: int) -> None:
+        """The log loses everything below an offset."""
+        asyncio.run(self._delete(Offset(before)))
+
+    async def _delete(self, before: Offset) -> None:
+        if self.url.startswith("kafka://"):
+            admin = Admin(self.url.removeprefix("kafka://"))
+            await admin.delete_records(records_topic(self.prefix), 0, before)
+            await admin.close()
+            return
+        log = LocalLog(self.folder / "log", LocalLogOptions(partitions=1, retention_bytes=None))
+        await log.open()
+        await log.delete_records(Partition(0), before=before)
+        await log.close()
+
+    def show(self, session: str) -> dict[str, Any]:
+        """What `kvlog show` says."""
+        code, said = kvlog("show", session, "--log", self.url, "--prefix", self.prefix)
+        assert 0 == code, said
+        return said
+
+
+@pytest.fixture(params=["local", pytest.param("kafka", marks=pytest.mark.kafka)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """An empty log of either kind."""
+    if request.param == "local":
+        return Place(tmp_path, f"file://{tmp_path}/log", "kvlog")
+    bootstrap: str = request.getfixturevalue("kafka_broker")
+    return Place(tmp_path, f"kafka://{bootstrap}", f"rewrite-{time.time_ns()}")
+
+
+@pytest.fixture
+def nodes(place: Place) -> Iterator[list[Node]]:
+    """The nodes that a test has started."""
+    started: list[Node] = []
+    try:
+        started.append(place.node("a"))
+        yield started
+    finally:
+        for node in started:
+            node.close()
+
+
+def whole(node: Node, session: str, prompt: str = PROMPT, **body: object) -> Answer:
+    """A whole answer."""
+    request: dict[str, Any] = {"prompt": prompt, "max_tokens": TOKENS, "session": session, **body}
+    *_, answer = ask(node.url, **request)
+    assert (None, True) == (answer.error, answer.done)
+    return answer
+
+
+def said(node: Node, event: str, session: str) -> list[dict[str, Any]]:
+    """The events of a session."""
+    assert node.daemon is not None
+    return [one for one in node.daemon.events(event) if one["session"] == session]
+
+
+def test_session_that_was_logged_again_is_taken_over_whole_by_a_node_that_starts_later(
+    place: Place, nodes: list[Node]
+) -> None:
+    """Its first records are gone when the other node starts: it attaches every position and gives the same tokens.
+
+    The control is a session that was too large to be logged again: that one is prefilled.
+    """
+    a = nodes[0]
+    answer = whole(a, "s")
+    noise = whole(a, "noise", NOISE)
+    until(lambda: bool(said(a, "session_rewritten", "s")), seconds=30, what="rewritten")
+    (rewritten,) = said(a, "session_rewritten", "s")
+    rows = len(PROMPT) + TOKENS - 1
+    assert (rows, rows, rows * 4096) == tuple(rewritten[f] for f in ("positions", "rows", "payload_bytes"))
+    assert ["log_too_small"] == [one["reason"] for one in said(a, "rewrite_skipped", "noise")]
+    root = rewritten["epoch"] - 1
+    place.delete(root)
+
+    b = place.node("b")
+    nodes.append(b)
+    resumed = whole(b, "s", resume_token_ids=answer.tokens[:KNOWN])
+    assert synthetic_answer(PROMPT, TOKENS) == answer.tokens == answer.tokens[:KNOWN] + resumed.tokens
+    assert (ALL, True) == (resumed.kvlog["attached"], resumed.kvlog["logged"])
+    lost = whole(b, "noise", NOISE, resume_token_ids=noise.tokens[:KNOWN])
+    assert (noise.tokens[KNOWN:], 0) == (lost.tokens, lost.kvlog["attached"])
+
+    shown = place.show("s")
+    assert root == shown["first_needed"], shown
