@@ -10,6 +10,7 @@ One at a time, and behind what engines log: it waits while much is on its way. T
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ __all__ = ["Rewriter"]
 _LOOK_SECONDS = 1.0
 _CLAIM_SECONDS = 10.0
 """A rewrite whose claim takes longer is not worth waiting for: it comes again."""
+_CALM_SECONDS = 0.5
+"""How long a rewrite that is over may keep its pins while the log is away."""
 _AGAIN_SECONDS = 5.0
 """Between two tries of one session."""
 
@@ -138,31 +141,22 @@ class Rewriter:
         metrics.rewrite_bytes.inc(size)
         self._planner.spend(session, size)
         self._say_outcome(session, work, size=size, seconds=time.monotonic() - began)
-
-    def _say_outcome(self, session: SessionId, work: _Work, *, size: int, seconds: float) -> None:
-        say = self._parts.telemetry.say
-        if not work.is_complete:
-            say(
-                Event.REWRITE_INTERRUPTED,
-                session=session,
-                epoch=work.opened.epoch,
-                positions=work.acknowledged,
-                of=work.plan.length,
-                reason=work.over,
-            )
-            return
-        say(
-            Event.SESSION_REWRITTEN,
-            session=session,
-            epoch=work.opened.epoch,
-            positions=work.plan.length,
-            rows=work.plan.rows_to,
-            payload_bytes=size,
-            seconds=round(seconds, 3),
-        )
         primary = self._parts.shell.core.primary(session)
         if primary is not None:
             self._index.note(primary.claim)
+
+    def _say_outcome(self, session: SessionId, work: _Work, *, size: int, seconds: float) -> None:
+        self._parts.telemetry.say(
+            Event.SESSION_REWRITTEN if work.is_complete else Event.REWRITE_INTERRUPTED,
+            session=session,
+            epoch=work.opened.epoch,
+            positions=work.acknowledged,
+            of=work.plan.length,
+            rows=work.plan.rows_to,
+            payload_bytes=size,
+            reason=work.over,
+            seconds=round(seconds, 3),
+        )
 
     async def _log_again(self, work: _Work) -> int:
         """Publish all of it, shard by shard of each piece, so that the whole prefix grows evenly; gives the bytes."""
@@ -199,8 +193,11 @@ class Rewriter:
         return rows if is_whole else memoryview(b"")
 
     async def _publish(self, work: _Work, shard: Shard, positions: range, rows: memoryview) -> int:
-        if work.over is None:
-            await self._parts.publisher.calm()
+        while work.over is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CALM_SECONDS):
+                    await self._parts.publisher.calm()
+                    break
         if work.over is not None:
             return 0
         outgoing = OutgoingRows(
@@ -219,13 +216,8 @@ class Rewriter:
         first = sum(one.rows for one in pinned.blocks[:block])
         named = pinned.blocks[block]
         checksums = pinned.row_checksums[first : first + named.rows]
-        rows = bytearray()
-        copy_attached(
-            self._pool.memory.view,
-            self._pool.geometry,
-            Attachment(pinned.row_bytes, (named,), checksums),
-            rows.extend,
-        )
+        attached, rows = Attachment(pinned.row_bytes, (named,), checksums), bytearray()
+        copy_attached(self._pool.memory.view, self._pool.geometry, attached, rows.extend)
         return memoryview(rows)
 
     def _release(self, work: _Work) -> None:

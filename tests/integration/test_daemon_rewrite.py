@@ -32,6 +32,8 @@ ALL = len(PROMPT) + KNOWN - 1
 NOISE = PROMPT * 8
 """A session of more than a megabyte: past half of what the log keeps, and too large to be logged again in it."""
 RETENTION_BYTES = 2 << 20
+CAPPED = 256 << 10
+"""Bytes a second at which a rewrite of the session takes half a second."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Place:
     url: str
     prefix: str
 
-    def node(self, name: str) -> Node:
+    def node(self, name: str, **sync: object) -> Node:
         """A node, started, that logs sessions again when half of their life is left."""
         return Node.start(
             self.folder,
@@ -50,7 +52,7 @@ class Place:
             self.url,
             engine=("synthetic",),
             log={"partitions": 1, "topic_prefix": self.prefix, "retention_bytes": RETENTION_BYTES},
-            sync={"codec": "raw"},
+            sync={"codec": "raw", **sync},
             primary={"rewrite_when_left": 0.5},
         )
 
@@ -139,3 +141,47 @@ def test_session_that_was_logged_again_is_taken_over_whole_by_a_node_that_starts
 
     shown = place.show("s")
     assert root == shown["first_needed"], shown
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[tuple[Place, list[Node]]]:
+    """A node whose rewrites take a while, over a local log."""
+    place = Place(tmp_path, f"file://{tmp_path}/log", "kvlog")
+    started: list[Node] = []
+    try:
+        started.append(place.node("a", bandwidth_bytes_per_second=CAPPED))
+        yield place, started
+    finally:
+        for node in started:
+            node.close()
+
+
+def rewriting(node: Node) -> Answer:
+    """The answer of a session whose rewrite has just begun: its claim is read back."""
+    answer = whole(node, "s")
+    whole(node, "noise", NOISE)
+    until(lambda: len(said(node, "takeover_completed", "s")) > 1, seconds=60, what="claimed anew")
+    assert [] == said(node, "session_rewritten", "s")
+    return answer
+
+
+def test_request_in_mid_rewrite_is_logged_and_the_rewrite_gives_way(slow: tuple[Place, list[Node]]) -> None:
+    """Nobody waits for a rewrite, and nothing of the session is lost by it; it is rewritten when it is idle again."""
+    _, (a,) = slow
+    answer = rewriting(a)
+    again = whole(a, "s", resume_token_ids=answer.tokens[:KNOWN])
+    assert (answer.tokens[KNOWN:], True) == (again.tokens, again.kvlog["logged"])
+    until(lambda: bool(said(a, "rewrite_interrupted", "s")), what="the rewrite's end")
+    assert ["gave_way"] == [one["reason"] for one in said(a, "rewrite_interrupted", "s")]
+    assert [] == said(a, "turn_unlogged", "s")
+    until(lambda: bool(said(a, "session_rewritten", "s")), seconds=30, what="rewritten")
+
+
+def test_session_whose_owner_is_killed_in_mid_rewrite_goes_on(slow: tuple[Place, list[Node]]) -> None:
+    """After kill -9 between the new claim and the last row: another node gives the same tokens."""
+    place, nodes = slow
+    answer = rewriting(nodes[0])
+    nodes[0].kill()
+    nodes.append(place.node("b"))
+    resumed = whole(nodes[1], "s", resume_token_ids=answer.tokens[:KNOWN])
+    assert (answer.tokens[KNOWN:], True) == (resumed.tokens, resumed.kvlog["logged"])

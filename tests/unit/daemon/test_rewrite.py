@@ -262,6 +262,22 @@ def test_request_in_mid_rewrite_ends_it() -> None:
     run(body)
 
 
+def test_request_while_the_log_is_away_gets_the_pins_back() -> None:
+    """A rewrite that is over waits for nothing more, though the log takes nothing for as long as it likes."""
+
+    async def body(bench: Bench) -> None:
+        await bench.turn(TOKENS)
+        bench.age(800)
+        bench.publisher.is_calm.clear()
+        looking = asyncio.create_task(bench.rewriter.look())
+        await bench.publisher.waiting.wait()
+        await bench.open((*TOKENS, 7))
+        await looking
+        assert 0 == bench.pool.blocks.ledger.counts.pinned
+
+    run(body)
+
+
 def test_newer_claim_in_mid_rewrite_ends_it() -> None:
     """Another node takes the session over."""
 
