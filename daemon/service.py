@@ -133,6 +133,7 @@ class Service:
             parts.index.run(log),
             parts.lag.run(log),
             parts.rewriter.run(),
+            parts.expirer.run(),
         )
         self._log_tasks = [self._tasks.create_task(c) for c in loops]
 

@@ -113,6 +113,9 @@ class PrimarySettings(_Section):
         description="An idle session of ours is logged again when its first record has this share of its retention"
         " left; 0: never.",
     )
+    ttl_seconds: int = Field(
+        0, ge=0, description="A session of ours that was not used for so long is ended for good; 0: never."
+    )
 
 
 class FollowSettings(_Section):

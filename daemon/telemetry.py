@@ -58,6 +58,7 @@ class Event(StrEnum):
     SESSION_REWRITTEN = "session_rewritten"
     REWRITE_INTERRUPTED = "rewrite_interrupted"
     REWRITE_SKIPPED = "rewrite_skipped"
+    SESSION_EXPIRED = "session_expired"
     CODEC_CHOSEN = "codec_chosen"
     OFFSETS_NOT_COMMITTED = "offsets_not_committed"
     APPEND_LATE = "append_late"
@@ -99,6 +100,7 @@ EVENT_LEVELS: dict[Event, int] = {
     Event.SESSION_REWRITTEN: _INFO,
     Event.REWRITE_INTERRUPTED: _INFO,
     Event.REWRITE_SKIPPED: _WARNING,
+    Event.SESSION_EXPIRED: _INFO,
     Event.CODEC_CHOSEN: _INFO,
     Event.OFFSETS_NOT_COMMITTED: _WARNING,
     Event.APPEND_LATE: _WARNING,

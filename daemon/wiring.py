@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from daemon.codec import CodecChooser
 from daemon.control import ControlOptions, EngineControl
 from daemon.eviction import Evictor
+from daemon.expiry import Expirer
 from daemon.index import NodeIndex
 from daemon.intake import IntakeParts
 from daemon.lag import LagWatch
@@ -64,6 +65,7 @@ class Parts:
     index: NodeIndex
     lag: LagWatch
     rewriter: Rewriter
+    expirer: Expirer
 
     @staticmethod
     def new_nonce() -> Nonce:
@@ -138,6 +140,7 @@ def wire(settings: Settings) -> Parts:
         index=index,
         lag=LagWatch(shell, telemetry, index),
         rewriter=Rewriter(parts, planner, _rewrite_rule(settings, limits), index),
+        expirer=Expirer(parts, settings.node.id, settings.primary.ttl_seconds),
     )
 
 

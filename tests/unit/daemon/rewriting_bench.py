@@ -91,7 +91,7 @@ class Bench:
         applier = PoolApplier(self.shell, self.pool, evictor, self.telemetry, DEFAULT)
         self._handle_the_rest()
         publisher = cast("Publisher", self.publisher)
-        parts = IntakeParts(
+        parts = self.parts = IntakeParts(
             shell=self.shell,
             publisher=publisher,
             turns=self.turns,
@@ -178,6 +178,13 @@ class Bench:
         while self.shell.core.partitions[P].position < len(self.log):
             self.moved.clear()
             await self.moved.wait()
+
+    def rival_claim(self) -> Claim:
+        """Another node claims the session, and is the first to do so."""
+        writer, nonce = Writer(b"b" * 16), Nonce(b"n" * 16)
+        rival = Claim(S, Epoch(len(self.log) + 1), writer, nonce, NodeId("b"), IDENTITY, CONTEXT)
+        self.land(Entry(rival, header_bytes(rival), 0, memoryview(b"")))
+        return rival
 
     def age(self, seconds: float) -> None:
         """All that was logged so far is so much older, and its last use is a while ago."""

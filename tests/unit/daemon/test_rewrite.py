@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvlog.checksums import digest
 from kvlog.core import effects as fx
 from kvlog.core.inputs import CloseTurn
-from kvlog.ids import Epoch, NodeId, Nonce, Position, Writer
-from kvlog.records import Claim, Codec, Delta, Entry, Truncate
-from kvlog.wire.header import header_bytes
-from tests.unit.daemon.rewriting_bench import CONTEXT, IDENTITY, ROW, SHARDS, Bench, S, encoded, rows
+from kvlog.ids import Position
+from kvlog.records import Claim, Codec, Delta, Truncate
+from tests.unit.daemon.rewriting_bench import ROW, SHARDS, Bench, S, encoded, rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -288,10 +286,7 @@ def test_newer_claim_in_mid_rewrite_ends_it() -> None:
         looking = asyncio.create_task(bench.rewriter.look())
         await bench.publisher.waiting.wait()
         assert bench.pool.blocks.ledger.counts.pinned > 0
-        rival = Claim(
-            S, Epoch(len(bench.log) + 1), Writer(b"b" * 16), Nonce(b"n" * 16), NodeId("b"), IDENTITY, CONTEXT
-        )
-        bench.land(Entry(rival, header_bytes(rival), 0, memoryview(b"")))
+        rival = bench.rival_claim()
         await bench.settled()
         bench.publisher.is_calm.set()
         await looking
@@ -322,11 +317,7 @@ def test_rewrite_that_gets_no_turn_is_counted_by_its_reason() -> None:
     async def body(bench: Bench) -> None:
         await bench.turn(TOKENS)
         bench.age(800)
-        writer = Writer(b"b" * 16)
-        rival = Claim(
-            S, Epoch(len(bench.log) + 1), writer, Nonce(b"n" * 16), NodeId("b"), IDENTITY, digest(b"")
-        )
-        bench.land(Entry(rival, header_bytes(rival), 0, memoryview(b"")))
+        bench.rival_claim()
         await bench.rewriter.look()
         assert 1 == bench.figure("kvlog_rewrites_total", outcome="fenced")
         assert [Truncate] == [type(e.record) for e in bench.log if isinstance(e.record, Truncate)]
