@@ -138,6 +138,11 @@ class VllmServer:
         """What it has written."""
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
 
+    @property
+    def is_running(self) -> bool:
+        """It was started, and nobody has killed it."""
+        return self._process is not None
+
     def wait_ready(self) -> None:
         """Wait until it takes requests."""
         until(self._is_serving, seconds=_START_SECONDS, what=f"{self.name} serving")
@@ -162,6 +167,12 @@ class VllmServer:
         for path in _leftovers() - self._before:
             with suppress(OSError):
                 path.unlink()
+
+    def newest_turn(self) -> dict[str, Any] | None:
+        """The turn of any session that ended last; None: none has."""
+        lines = self.watch.read_text().splitlines() if self.watch.exists() else []
+        newest: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
+        return newest
 
     def turns(self, session: str) -> list[dict[str, Any]]:
         """What the watched connector said of a session's ended turns."""

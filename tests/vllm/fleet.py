@@ -1,0 +1,151 @@
+"""Two nodes with a vLLM each over one local log, and requests to them; whoever was killed is started anew on demand.
+
+A: blocks of 128, prefill in chunks of 64. B: blocks of 32, and so few that several long requests do not fit.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from tests.model.llama import random_folder
+from tests.nodes import Answer, Node, ask, daemon_config
+from tests.vllm.servers import LoggedSession, VllmServer, logged_session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+__all__ = ["TAKE_OVER", "Fleet", "VllmNode", "prompt_of"]
+
+TAKE_OVER: Final = {"kvlog": {"take_over": True}}
+
+_OPTIONS: Final = {
+    "a": ("--max-num-batched-tokens", "64"),
+    "b": ("--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "1024"),
+}
+
+
+def prompt_of(test: str) -> tuple[int, ...]:
+    """Gives 200 tokens of a test's own: what another test left in a prefix cache is of no use to it."""
+    return tuple((ord(test[position % len(test)]) + position * 37) % 250 for position in range(200))
+
+
+class VllmNode:
+    """A daemon and a vLLM server."""
+
+    def __init__(self, folder: Path, name: str, log_url: str) -> None:
+        self.daemon = Node(folder, name, daemon_config(folder, name, log_url))
+        self.server = VllmServer(folder, name, random_folder())
+        self._name = name
+        self._socket = folder / f"{name}.sock"
+
+    def launch(self) -> None:
+        """Start what does not run; the server is not there yet."""
+        daemon = self.daemon.daemon
+        if daemon is None or daemon.code is not None:
+            self.daemon.start_daemon()
+            self.daemon.wait_log()
+        if not self.server.is_running:
+            self.server.launch(self._socket, *_OPTIONS[self._name])
+
+    def kill(self) -> None:
+        """The whole node dies at once."""
+        self.server.kill()
+        self.daemon.kill()
+
+    def stream(self, session: str, tokens: Sequence[int], count: int, **body: object) -> Any:
+        """Stream a greedy answer."""
+        return ask(
+            self.server.url,
+            model="m",
+            prompt=list(tokens),
+            max_tokens=count,
+            temperature=0,
+            ignore_eos=True,
+            session_id=session,
+            **body,  # type: ignore[arg-type]
+        )
+
+    def answer(self, session: str, tokens: Sequence[int], count: int, **body: object) -> list[int]:
+        """A whole answer's tokens."""
+        answers: list[Answer] = list(self.stream(session, tokens, count, **body))
+        assert answers[-1].error is None, answers[-1].error
+        assert len(answers[-1].tokens) == count
+        return answers[-1].tokens
+
+    def answer_until(
+        self, session: str, tokens: Sequence[int], many: int, do: Callable[[], None]
+    ) -> list[int]:
+        """Stream until so many tokens have come, do something, and give what had come by then."""
+        for answer in self.stream(session, tokens, 2000 if self._name == "a" else 800):
+            if len(answer.tokens) >= many:
+                shown = list(answer.tokens)
+                do()
+                return shown
+        raise AssertionError(f"the answer ended before {many} tokens: {answer.error}")
+
+
+class Fleet:
+    """Nodes A and B."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log_url = f"file://{folder}/log"
+        self._nodes = {name: VllmNode(folder, name, self.log_url) for name in "ab"}
+        self._answers: dict[str, list[int]] = {}
+
+    @property
+    def a(self) -> VllmNode:
+        """Node A, serving."""
+        return self._serving("a")
+
+    @property
+    def b(self) -> VllmNode:
+        """Node B, serving."""
+        return self._serving("b")
+
+    def node(self, name: str) -> VllmNode:
+        """A node as it is, dead or alive."""
+        return self._nodes[name]
+
+    def undisturbed(self, prompt: Sequence[int], count: int) -> tuple[list[int], dict[str, Any]]:
+        """What an undisturbed run answers, alone on A, and what its blocks held at the end."""
+        session = f"undisturbed-{hash(tuple(prompt))}-{count}"
+        if session not in self._answers:
+            self._answers[session] = self.a.answer(session, prompt, count)
+        return self._answers[session], self.node("a").server.last_turn(session)
+
+    def logged(self, session: str) -> LoggedSession:
+        """A session as the log has it."""
+        return logged_session(self.log_url, session, self.folder)
+
+    def at_once(self, *calls: Callable[[], object]) -> None:
+        """Run all of them together, each on a thread."""
+        failures: list[BaseException] = []
+
+        def run(call: Callable[[], object]) -> None:
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 - told below
+                failures.append(error)
+
+        threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def close(self) -> None:
+        """End everything."""
+        for node in self._nodes.values():
+            node.server.kill()
+            node.daemon.close()
+
+    def _serving(self, name: str) -> VllmNode:
+        for node in self._nodes.values():  # both at once: they start side by side
+            node.launch()
+        self._nodes[name].server.wait_ready()
+        return self._nodes[name]
