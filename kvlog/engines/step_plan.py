@@ -43,7 +43,7 @@ class UnloggedCause(StrEnum):
     POOLING = "pooling"
     STREAMING_INPUT = "streaming_input"
     PARAMETERS = "invalid_parameters"
-    BUSY = "busy"
+    OLD_WEIGHTS = "old_weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,16 @@ class CloseAsk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All of one step; in this order: closes, opens, loads, then, after the computation, rows."""
+    """All of one step; in this order: closes, renew, opens, loads, then, after the computation, rows.
+
+    `renew`: the weights may be others from now on: what this engine computes fits no log written before.
+    """
 
     closes: tuple[CloseAsk, ...] = ()
     opens: tuple[OpenAsk, ...] = ()
     loads: tuple[LoadAsk, ...] = ()
     rows: tuple[RowsAt, ...] = ()
+    renew: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,13 @@ from kvlog.engines.step_plan import (
     StepPlan,
     StepReport,
     TurnKey,
+    UnloggedCause,
 )
 from kvlog.link.messages import pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvlog.engines.step_plan import UnloggedCause
     from kvlog.engines.turn_state import TurnRequest
     from kvlog.ids import Shard
 
@@ -149,6 +149,7 @@ class StepPlanner:
         self._closes: list[CloseAsk] = []
         self._opens: list[OpenAsk] = []
         self._loads: list[LoadAsk] = []
+        self._renewed = False
         self.unlogged: dict[str, int] = {}
 
     def add(self, request: NewRequest) -> None:
@@ -199,8 +200,10 @@ class StepPlanner:
             if tracked is not None and tracked.running:
                 self._give_up_turn(tracked)
         rows = tuple(self._rows(each) for each in scheduled if self._is_followed(each.name))
-        plan = StepPlan(tuple(self._closes), tuple(self._opens), tuple(self._loads), rows)
-        self._closes, self._opens, self._loads = [], [], []
+        plan = StepPlan(
+            tuple(self._closes), tuple(self._opens), tuple(self._loads), rows, renew=self._renewed
+        )
+        self._closes, self._opens, self._loads, self._renewed = [], [], [], False
         return plan
 
     def take(self, report: StepReport) -> None:
@@ -233,6 +236,17 @@ class StepPlanner:
         if hold:
             self._held[name] = blocks
         return FinishedRequest(hold, tracked.loaded, tracked.cause)
+
+    def renew(self) -> None:
+        """The weights may be others from now on: whoever holds rows of the old ones stays unlogged for good."""
+        for tracked in self._requests.values():
+            if tracked.running:
+                self._give_up_turn(tracked)
+                self._drop(tracked, UnloggedCause.OLD_WEIGHTS)
+            elif tracked.key != _NO_TURN:
+                self._give_up_turn(tracked)
+            tracked.previous = _NO_TURN
+        self._opens, self._loads, self._renewed = [], [], True
 
     def _is_followed(self, name: str) -> bool:
         tracked = self._requests.get(name)

@@ -12,6 +12,7 @@ waits or raises: whatever goes wrong with one turn ends that turn.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from kvlog.ids import NO_EPOCH
 from kvlog.link.messages import unpack_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from kvlog.engines.paged_rows import PagedStore
@@ -124,12 +126,25 @@ class _Entry:
 
 
 class StepWorker:
-    """Carries out plans; used by the engine's computing thread."""
+    """Carries out plans; used by the engine's computing thread.
+
+    Args:
+        start_replicator: gives a started replicator for a generation of weights; 0: those of the engine's start.
+        store: the cache.
+        shard: this worker's.
+        options: bounds.
+    """
 
     def __init__(
-        self, replicator: Replicator, store: PagedStore, shard: Shard, options: WorkerOptions
+        self,
+        start_replicator: Callable[[int], Replicator],
+        store: PagedStore,
+        shard: Shard,
+        options: WorkerOptions,
     ) -> None:
-        self._replicator = replicator
+        self._start_replicator = start_replicator
+        self._generation = 0
+        self._replicator = start_replicator(0)
         self._store = store
         self._shard = shard
         self._options = options
@@ -148,6 +163,8 @@ class StepWorker:
         now = time.monotonic()
         for close in plan.closes:
             self._close(close, now)
+        if plan.renew:
+            self._renew(now)
         for ask in plan.opens:
             tokens = list(unpack_tokens(ask.tokens))
             entry = self._entries[ask.key] = _Entry(ask, tokens, PagedRows(self._store))
@@ -205,7 +222,22 @@ class StepWorker:
         self._stagers.shutdown(wait=False, cancel_futures=True)
         self._replicator.close()
 
+    @property
+    def replicator(self) -> Replicator:
+        """The one of the present weights."""
+        return self._replicator
+
     # Turns
+
+    def _renew(self, now: float) -> None:
+        """End everything, and introduce ourselves to the daemon as another model."""
+        for entry in tuple(self._entries.values()):
+            self._end(entry, now)
+        self._waiting = []
+        # Not here: a connect in progress may take seconds to notice.
+        threading.Thread(target=self._replicator.close, name="kvlog-close", daemon=True).start()
+        self._generation += 1
+        self._replicator = self._start_replicator(self._generation)
 
     def _begin_waiting(self) -> None:
         """Begin turns whose session is not just being closed here: the daemon would answer that it is busy."""

@@ -22,11 +22,13 @@ from vllm.platforms import current_platform
 
 from kvlog.engines.vllm_scheduler import SchedulerHalf
 from kvlog.engines.vllm_settings import ConnectorSettings
+from kvlog.engines.vllm_stats import KvlogPromMetrics, KvlogStats
 from kvlog.engines.vllm_support import CacheGroup, EngineFacts, check_api, check_version, refuse_unsupported
 from kvlog.engines.vllm_worker import WorkerHalf, engine_identity, layers_in_order, open_store
 
 if TYPE_CHECKING:
     import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
     from kvlog.engines.step_plan import StepPlan, StepReport
 
@@ -75,6 +77,24 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
         """No: what is not logged is computed again."""
         return False
 
+    # In both, and for the metrics
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What has been done since this was asked for."""
+        half = self._scheduler or self._worker
+        increments = {} if half is None else half.take_increments()
+        return KvlogStats(data=increments) if increments else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Increments as they travelled."""
+        return KvlogStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:  # noqa: ANN401
+        """The counters of the Prometheus endpoint."""
+        return KvlogPromMetrics(*args)
+
     # In the scheduler
 
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
@@ -109,6 +129,12 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request is over."""
         return self._planning.finished(request, sum(map(len, block_ids)))
+
+    def reset_cache(self) -> bool | None:
+        """The caches are void, since the weights may be others: sessions are claimed anew."""
+        if self._scheduler is not None:
+            self._scheduler.renew()
+        return True
 
     # In the worker
 

@@ -30,6 +30,7 @@ class SchedulerHalf:
 
     def __init__(self, settings: ConnectorSettings, blocks: int) -> None:
         self._wait_seconds = settings.wait_seconds
+        self._counted: dict[str, int] = {}
         self._planner = StepPlanner(
             PlannerOptions(
                 wait_seconds=settings.wait_seconds,
@@ -61,6 +62,17 @@ class SchedulerHalf:
         if report is not None:
             self._planner.take(report)
         self._planner.released(released or ())
+
+    def renew(self) -> None:
+        """The weights may be others from now on."""
+        self._planner.renew()
+
+    def take_increments(self) -> dict[str, float]:
+        """Requests that were served unlogged since this was asked for, by cause."""
+        total, before = dict(self._planner.unlogged), self._counted
+        self._counted = total
+        found = {cause: count - before.get(cause, 0) for cause, count in total.items()}
+        return {f"unlogged:{cause}": count for cause, count in found.items() if count}
 
     def finished(self, request: Any, blocks: int) -> tuple[bool, dict[str, Any]]:  # noqa: ANN401 - theirs
         """Whether to hold the blocks, and what the answer says of its session."""

@@ -6,7 +6,9 @@ answered, so that no block stays held and no load is believed in.
 
 from __future__ import annotations
 
+import os
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -51,6 +53,9 @@ class WorkerHalf:
         self._held: set[str] = set()
         self._broken = False
         self._failed_blocks: set[int] = set()
+        self._counted_here: dict[str, float] = {}
+        self._counted_there: dict[str, float] = {}
+        self._counted_of = worker.replicator
 
     @classmethod
     def start(
@@ -58,12 +63,18 @@ class WorkerHalf:
     ) -> WorkerHalf:
         """Start to look for the daemon; returns at once."""
         options = ReplicatorOptions(socket=settings.link, engine=engine, step_bytes=settings.step_bytes)
-        replicator = Replicator(options, identity, Shard(0))
-        replicator.start()
+
+        def start_replicator(generation: int) -> Replicator:
+            """Weights that came later are known to nobody: their digest is ours alone."""
+            weights = identity.weights if generation == 0 else digest(identity.weights, os.urandom(16))
+            replicator = Replicator(options, replace(identity, weights=weights), Shard(0))
+            replicator.start()
+            return replicator
+
         worker_options = WorkerOptions(
             hold_seconds=settings.hold_seconds, staging_bytes_max=settings.staging_bytes
         )
-        return cls(StepWorker(replicator, store, Shard(0), worker_options))
+        return cls(StepWorker(start_replicator, store, Shard(0), worker_options))
 
     @property
     def worker(self) -> StepWorker:
@@ -105,6 +116,16 @@ class WorkerHalf:
                 self._break()
         return StepReport()
 
+    def take_increments(self) -> dict[str, float]:
+        """What has been done since this was asked for, by the names of vllm_stats."""
+        replicator = self._worker.replicator
+        if self._counted_of is not replicator:  # new weights, another link, new counts
+            self._counted_there, self._counted_of = {}, replicator
+        there, here = _counts_of_replicator(replicator), _counts_of_worker(self._worker)
+        increments = _increments(there, self._counted_there) | _increments(here, self._counted_here)
+        self._counted_there, self._counted_here = there, here
+        return increments
+
     def close(self) -> None:
         """Leave the daemon."""
         self._worker.close()
@@ -121,6 +142,35 @@ class WorkerHalf:
         self._broken = True
         self._worker.counts.faults += 1
         self._worker.close()
+
+
+def _counts_of_worker(worker: StepWorker) -> dict[str, float]:
+    counts = worker.counts
+    return {
+        "loaded_tokens": counts.rows_loaded,
+        "load_failures_staging": counts.staging_refused,
+        "load_failures_blocks": counts.load_failures,
+        "faults": counts.faults,
+    }
+
+
+def _counts_of_replicator(replicator: Replicator) -> dict[str, float]:
+    counts = replicator.counts
+    return {
+        "saved_tokens": counts.rows,
+        "skipped_steps": counts.ring_full,
+        "load_failures_unverified": replicator.loads.failed,
+        "turns_cut": counts.turns_cut,
+        "turns_fenced": counts.turns_fenced,
+        "link_faults": counts.failures,
+        "steps": counts.steps,
+        "hook_seconds": counts.hook_seconds,
+    }
+
+
+def _increments(total: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    found = {name: value - before.get(name, 0) for name, value in total.items()}
+    return {name: value for name, value in found.items() if value}
 
 
 def layers_in_order(names: Sequence[str]) -> list[str]:

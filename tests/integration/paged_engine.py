@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +36,7 @@ __all__ = ["LAYOUT", "SIZE", "PagedEngine", "paged", "row_of", "with_daemon"]
 LAYOUT = Layout(3, 2, 2, 16, DType.BFLOAT16)
 SIZE = 16
 _PAGE = SIZE * LAYOUT.planes * LAYOUT.head_dim
-_IDENTITY = Identity(digest(b"paged"), digest(b"weights"), LAYOUT, 1)
+_IDENTITY = Identity(digest(b"paged"), digest(b"weights", b""), LAYOUT, 1)
 _SECONDS = 5.0
 
 
@@ -63,19 +63,27 @@ class PagedEngine:
     """Used by the test's thread, step by step."""
 
     def __init__(
-        self, replicator: Replicator, blocks: int, planner: PlannerOptions, worker: WorkerOptions
+        self,
+        start_replicator: Callable[[int], Replicator],
+        blocks: int,
+        planner: PlannerOptions,
+        worker: WorkerOptions,
     ) -> None:
         memory = np.zeros((LAYOUT.layers, blocks, LAYOUT.kv_heads, _PAGE), np.uint16)
         order = np.arange(_PAGE).reshape(SIZE, LAYOUT.planes, LAYOUT.head_dim)
         self.store = PagedStore(list(memory), PageMap(order), LAYOUT)
-        self.replicator = replicator
         self.planner = StepPlanner(planner)
-        self.worker = StepWorker(replicator, self.store, Shard(0), worker)
+        self.worker = StepWorker(start_replicator, self.store, Shard(0), worker)
         self.requests: dict[str, Request] = {}
         self.free = list(range(blocks))
         self.chunk = 64
         self.plans: list[StepPlan] = []
         self._preempted: list[str] = []
+
+    @property
+    def replicator(self) -> Replicator:
+        """The worker's."""
+        return self.worker.replicator
 
     def add(self, name: str, tokens: list[int], session: str | None = None, *, named: bool = True) -> Request:
         """A new request."""
@@ -204,10 +212,16 @@ def paged(path: Path, *, blocks: int = 64, wait: float = 2.0, **worker: float) -
         step_bytes=20 * LAYOUT.row_bytes,
         client=client,
     )
-    replicator = Replicator(options, _IDENTITY, Shard(0))
-    replicator.start()
+
+    def start_replicator(generation: int) -> Replicator:
+        """Each generation of weights is another model."""
+        identity = replace(_IDENTITY, weights=digest(b"weights", bytes(generation)))
+        replicator = Replicator(options, identity, Shard(0))
+        replicator.start()
+        return replicator
+
     planner = PlannerOptions(wait_seconds=wait, held_blocks_max=blocks)
-    engine = PagedEngine(replicator, blocks, planner, WorkerOptions(**worker))  # type: ignore[arg-type]
+    engine = PagedEngine(start_replicator, blocks, planner, WorkerOptions(**worker))  # type: ignore[arg-type]
     try:
         yield engine
     finally:

@@ -256,6 +256,25 @@ def test_fenced_turn_is_dropped_and_the_request_goes_on(tmp_path):
         assert ("fenced", False) == (over.cause, over.hold)
 
 
+def test_new_weights_void_the_log_for_whoever_holds_old_rows(tmp_path):
+    """A running request stays unlogged; the next one comes under another identity, over another link."""
+    with with_daemon(tmp_path / "s") as (daemon, engine):
+        engine.add("a", PROMPT)
+        engine.run_until("a", 110)
+        assert_in_log(daemon, engine, "a")
+        engine.planner.renew()
+        engine.run_until("a", 120)
+        assert 109 == closed(daemon, 1)
+        assert {"old_weights": 1} == engine.planner.unlogged
+        assert not engine.finish("a").hold
+        assert engine.replicator.wait_connected(5)
+        engine.add("b", PROMPT)
+        engine.step_until(lambda: 2 in daemon.turns)
+        engine.run_until("b", 110)
+        first, second = (peer.hello.identity for peer in daemon.peers)
+        assert ("weights", first.weights, second.weights) == first.difference(second)
+
+
 def test_busy_session_is_served_unlogged(tmp_path):
     """The daemon says no for good: no row is written, no block is held."""
     with with_daemon(tmp_path / "s", Knobs(refuse=UnloggedReason.BUSY)) as (daemon, engine):
