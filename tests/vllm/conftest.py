@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+_FLEETS: list[Fleet] = []
+
 
 def pytest_report_header() -> str:
     """Say at the top what this run is worth."""
@@ -26,7 +28,17 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         pytest.skip(f"NOT TESTED: {reason}")
     folder: Path = tmp_path_factory.mktemp("vllm")
     started = Fleet(folder)
+    _FLEETS.append(started)
     try:
         yield started
     finally:
         started.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what each kill cost."""
+    rows = [row for fleet in _FLEETS for row in fleet.table]
+    if rows:
+        terminalreporter.section("scenarios: known at the kill, loaded, computed, KV equal, tokens equal")
+        for row in rows:
+            terminalreporter.write_line(str(row))

@@ -5,7 +5,9 @@ A: blocks of 128, prefill in chunks of 64. B: blocks of 32, and so few that seve
 
 from __future__ import annotations
 
+import signal
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.model.llama import random_folder
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-__all__ = ["TAKE_OVER", "Fleet", "VllmNode", "prompt_of"]
+__all__ = ["TAKE_OVER", "Fleet", "Row", "VllmNode", "prompt_of"]
 
 TAKE_OVER: Final = {"kvlog": {"take_over": True}}
 
@@ -24,6 +26,8 @@ _OPTIONS: Final = {
     "a": ("--max-num-batched-tokens", "64"),
     "b": ("--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "1024"),
 }
+
+_TOKENS_MAX: Final = {"a": 4096, "b": 1024}
 
 
 def prompt_of(test: str) -> tuple[int, ...]:
@@ -50,7 +54,8 @@ class VllmNode:
             self.server.launch(self._socket, *_OPTIONS[self._name])
 
     def kill(self) -> None:
-        """The whole node dies at once."""
+        """The whole node dies at once: the daemon has no time to save what the server left in the ring."""
+        self.daemon.signal(signal.SIGKILL)
         self.server.kill()
         self.daemon.kill()
 
@@ -75,10 +80,11 @@ class VllmNode:
         return answers[-1].tokens
 
     def answer_until(
-        self, session: str, tokens: Sequence[int], many: int, do: Callable[[], None]
+        self, session: str, tokens: Sequence[int], many: int, do: Callable[[], None], **body: object
     ) -> list[int]:
         """Stream until so many tokens have come, do something, and give what had come by then."""
-        for answer in self.stream(session, tokens, 2000 if self._name == "a" else 800):
+        most = _TOKENS_MAX[self._name] - len(tokens)
+        for answer in self.stream(session, tokens, most, **body):
             if len(answer.tokens) >= many:
                 shown = list(answer.tokens)
                 do()
@@ -86,35 +92,54 @@ class VllmNode:
         raise AssertionError(f"the answer ended before {many} tokens: {answer.error}")
 
 
+@dataclass(frozen=True)
+class Row:
+    """A line of the scenario table."""
+
+    scenario: str
+    known: int
+    loaded: int
+    kv_equal: bool
+    tokens_equal: bool
+
+    def __str__(self) -> str:
+        """As it is printed."""
+        counts = f"{self.known:6} {self.loaded:7} {self.known - self.loaded:9}"
+        return f"{self.scenario:44} {counts} {self.kv_equal!s:>9} {self.tokens_equal!s:>13}"
+
+
 class Fleet:
-    """Nodes A and B."""
+    """Nodes A and B. `table`: what each kill cost, printed at the end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log_url = f"file://{folder}/log"
         self._nodes = {name: VllmNode(folder, name, self.log_url) for name in "ab"}
+        self.table: list[Row] = []
         self._answers: dict[str, list[int]] = {}
 
     @property
     def a(self) -> VllmNode:
         """Node A, serving."""
-        return self._serving("a")
+        return self.serving("a")
 
     @property
     def b(self) -> VllmNode:
         """Node B, serving."""
-        return self._serving("b")
+        return self.serving("b")
 
     def node(self, name: str) -> VllmNode:
         """A node as it is, dead or alive."""
         return self._nodes[name]
 
-    def undisturbed(self, prompt: Sequence[int], count: int) -> tuple[list[int], dict[str, Any]]:
-        """What an undisturbed run answers, alone on A, and what its blocks held at the end."""
+    def undisturbed(self, prompt: Sequence[int], count: int) -> tuple[list[int], LoggedSession]:
+        """What an undisturbed run answers, alone on A, and what the log holds of it: what its blocks held."""
         session = f"undisturbed-{hash(tuple(prompt))}-{count}"
         if session not in self._answers:
             self._answers[session] = self.a.answer(session, prompt, count)
-        return self._answers[session], self.node("a").server.last_turn(session)
+            turn = self.node("a").server.last_turn(session)
+            assert turn["digests"] == self.logged(session).digests(turn["length"])
+        return self._answers[session], self.logged(session)
 
     def logged(self, session: str) -> LoggedSession:
         """A session as the log has it."""
@@ -144,7 +169,8 @@ class Fleet:
             node.server.kill()
             node.daemon.close()
 
-    def _serving(self, name: str) -> VllmNode:
+    def serving(self, name: str) -> VllmNode:
+        """A node by its name, serving."""
         for node in self._nodes.values():  # both at once: they start side by side
             node.launch()
         self._nodes[name].server.wait_ready()
