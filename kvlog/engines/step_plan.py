@@ -67,12 +67,21 @@ class OpenAsk:
 
 @dataclass(frozen=True, slots=True)
 class LoadAsk:
-    """Put verified rows [start, length) into blocks before this step is computed."""
+    """Put verified rows [start, length) into blocks.
+
+    Args:
+        key: the turn.
+        start: first position.
+        length: end of the last one.
+        blocks: the request's block table.
+        beside: the request that waits for it while steps go on; empty: it is done before this step is computed.
+    """
 
     key: TurnKey
     start: int
     length: int
     blocks: tuple[int, ...]
+    beside: str = ""
 
 
 @dataclass(frozen=True, slots=True)

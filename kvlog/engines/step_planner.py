@@ -57,11 +57,13 @@ class PlannerOptions:
         wait_seconds: for the daemon's answer and the verified copy, before a request is computed instead.
         shards: workers that must say ready.
         held_blocks_max: blocks of finished requests that are kept for the log at a time.
+        rows_at_once_max: a load of more rows is done beside the steps instead of in one.
     """
 
     wait_seconds: float = 2.0
     shards: int = 1
     held_blocks_max: int = 0
+    rows_at_once_max: int = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,11 @@ class FinishedRequest:
 
 @dataclass(slots=True)
 class _Tracked:
-    """One request. `running`: it holds blocks under `key`. `late`: it began without waiting any longer."""
+    """One request.
+
+    `running`: it holds blocks under `key`. `late`: it began without waiting any longer. `loading`: its blocks are being
+    filled beside the steps, and are not free before the workers say so, whatever becomes of the request.
+    """
 
     request: NewRequest
     key: TurnKey = _NO_TURN
@@ -126,6 +132,7 @@ class _Tracked:
     ready: dict[Shard, Ready] = field(default_factory=dict)
     late: bool = False
     running: bool = False
+    loading: bool = False
     local: int = 0
     sent: int = 0
     loaded: int = 0
@@ -134,7 +141,7 @@ class _Tracked:
     def turn_anew(self) -> None:
         """Its blocks are gone: what follows is another turn."""
         self.previous, self.key = self.key or self.previous, _NO_TURN
-        self.ready, self.late, self.running, self.sent = {}, False, False, 0
+        self.ready, self.late, self.running, self.loading, self.sent = {}, False, False, False, 0
 
 
 class StepPlanner:
@@ -182,6 +189,10 @@ class StepPlanner:
         length = min(ready.length for ready in tracked.ready.values())
         return max(0, min(length, len(tracked.request.tokens) - 1) - local)
 
+    def is_beside(self, external: int) -> bool:
+        """A load of so many rows is done beside the steps."""
+        return external > self._options.rows_at_once_max
+
     def allocated(self, name: str, blocks: Sequence[int], external: int) -> None:
         """The request got blocks, and will be computed from `local + external` on."""
         tracked = self._requests.get(name)
@@ -189,8 +200,10 @@ class StepPlanner:
             return
         tracked.running = True
         if external:
+            tracked.loading = self.is_beside(external)
+            beside = name if tracked.loading else ""
             length = tracked.local + external
-            self._loads.append(LoadAsk(tracked.key, tracked.local, length, tuple(blocks)))
+            self._loads.append(LoadAsk(tracked.key, tracked.local, length, tuple(blocks), beside))
             tracked.loaded += external
 
     def plan(self, scheduled: Iterable[Scheduled], preempted: Iterable[str]) -> StepPlan:
@@ -230,7 +243,7 @@ class StepPlanner:
         self._by_key.pop(tracked.key, None)
         followed = tracked.key != _NO_TURN and tracked.cause is None
         room = sum(self._held.values()) + blocks <= self._options.held_blocks_max
-        hold = followed and tracked.running and blocks > 0 and room
+        hold = followed and tracked.running and not tracked.loading and blocks > 0 and room
         if tracked.key != _NO_TURN:
             self._closes.append(CloseAsk(tracked.key, name if hold else "", forget=not tracked.request.named))
         if hold:
@@ -254,6 +267,7 @@ class StepPlanner:
 
     def _rows(self, each: Scheduled) -> RowsAt:
         tracked = self._requests[each.name]
+        tracked.loading = False
         tokens = tracked.request.tokens
         known = len(tokens)
         new = tuple(tokens[tracked.sent : known])

@@ -155,6 +155,8 @@ class StepWorker:
         self._staged_bytes = 0
         self._released: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._loading: dict[str, tuple[LoadAsk, Future[bool]]] = {}
+        self._received: set[str] = set()
         self._dropped: list[Dropped] = []
         self.counts = WorkerCounts()
 
@@ -174,17 +176,13 @@ class StepWorker:
     def load(self, plan: StepPlan) -> None:
         """Put verified rows into blocks."""
         for ask in plan.loads:
-            started = time.perf_counter()
-            if self._load(ask):
-                self.counts.rows_loaded += ask.length - ask.start
-            else:
-                self.counts.load_failures += 1
-                size = self._store.block_size
-                self._failed_blocks |= set(ask.blocks[ask.start // size : -(-ask.length // size)])
-                entry = self._entries.get(ask.key)
-                if entry is not None:
-                    entry.spoilt = True
-            self.counts.load_seconds += time.perf_counter() - started
+            staged = self._take_staged(ask)
+            if ask.beside and staged is not None:
+                self._loading[ask.beside] = (ask, self._stagers.submit(self._fill, ask, staged))
+                continue
+            self._loaded(ask, well=staged is not None and self._fill(ask, staged))
+            if ask.beside:
+                self._received.add(ask.beside)
 
     def after_step(self, plan: StepPlan) -> None:
         """Write the new rows of all turns into the ring."""
@@ -211,6 +209,21 @@ class StepWorker:
         """Finished requests whose blocks are not needed any more."""
         released, self._released = self._released, set()
         return released
+
+    @property
+    def is_loading(self) -> bool:
+        """Blocks are being filled beside the steps."""
+        return bool(self._loading)
+
+    def take_received(self) -> set[str]:
+        """Requests whose load beside the steps is over, well or not; ask for failed blocks afterwards."""
+        for name, (ask, filling) in tuple(self._loading.items()):
+            if filling.done():
+                del self._loading[name]
+                self._received.add(name)
+                self._loaded(ask, well=filling.exception() is None and filling.result())
+        received, self._received = self._received, set()
+        return received
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that were to be loaded and were not: they have to be computed."""
@@ -343,21 +356,38 @@ class StepWorker:
 
     # Rows
 
-    def _load(self, ask: LoadAsk) -> bool:
+    def _take_staged(self, ask: LoadAsk) -> _Staged | None:
+        """The verified rows of a load; None: they are not all there."""
         entry = self._entries.get(ask.key)
         if entry is None or entry.staging is None or not entry.staging.done():
-            return False
+            return None
+        staged = entry.staging
+        self._unstage(entry)
+        if staged.exception() is not None or staged.result().length < ask.length:
+            return None
+        return staged.result()
+
+    def _fill(self, ask: LoadAsk, staged: _Staged) -> bool:
+        """Put rows into blocks. Returns: False if that failed: the blocks are computed instead."""
+        began = time.perf_counter()
         try:
-            staged = entry.staging.result()
-            if staged.length < ask.length:
-                return False
             self._store.scatter(ask.blocks, ask.start, staged.rows(ask.start, ask.length))
-        except Exception:  # noqa: BLE001  # the adapter's top: the blocks are computed instead
+        except Exception:  # noqa: BLE001  # the adapter's top: generation never fails by it
             self.counts.faults += 1
             return False
-        finally:
-            self._unstage(entry)
+        self.counts.load_seconds += time.perf_counter() - began
         return True
+
+    def _loaded(self, ask: LoadAsk, *, well: bool) -> None:
+        if well:
+            self.counts.rows_loaded += ask.length - ask.start
+            return
+        self.counts.load_failures += 1
+        size = self._store.block_size
+        self._failed_blocks |= set(ask.blocks[ask.start // size : -(-ask.length // size)])
+        entry = self._entries.get(ask.key)
+        if entry is not None:
+            entry.spoilt = True
 
     def _follow(self, rows: RowsAt) -> None:
         """The request has been computed up to the watermark."""

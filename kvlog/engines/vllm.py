@@ -70,7 +70,9 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(settings, kv_cache_config.num_blocks)
+            self._scheduler = SchedulerHalf(
+                settings, blocks=kv_cache_config.num_blocks, row_bytes=_row_bytes(kv_cache_config)
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -103,7 +105,7 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """Verified rows beyond the local ones."""
-        return self._planning.matched_tokens(request, num_computed_tokens), False
+        return self._planning.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """The request got blocks."""
@@ -178,8 +180,8 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.after_step(self._plan)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
-        """Finished requests whose blocks are not needed any more."""
-        return self._working.take_released() or None, None
+        """Finished requests whose blocks are not needed any more, and those whose load beside the steps is over."""
+        return self._working.take_released() or None, self._working.take_received() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were to be loaded and were not."""
@@ -216,6 +218,12 @@ def _writer(module: Any) -> Any:  # noqa: ANN401 - theirs
     return lambda keys, values, cache, slots: module.impl.do_kv_cache_update(
         module, keys, values, cache, slots
     )
+
+
+def _row_bytes(cache: Any) -> int:  # noqa: ANN401 - theirs
+    group = cache.kv_cache_groups[0]
+    page: int = group.kv_cache_spec.page_size_bytes
+    return page * len(group.layer_names) // int(group.kv_cache_spec.block_size)
 
 
 def _facts(config: Any, cache: Any) -> EngineFacts:  # noqa: ANN401 - theirs

@@ -26,15 +26,17 @@ class SchedulerHalf:
     Args:
         settings: of the connector.
         blocks: of the whole cache.
+        row_bytes: of one position, all layers.
     """
 
-    def __init__(self, settings: ConnectorSettings, blocks: int) -> None:
+    def __init__(self, settings: ConnectorSettings, *, blocks: int, row_bytes: int) -> None:
         self._wait_seconds = settings.wait_seconds
         self._counted: dict[str, int] = {}
         self._planner = StepPlanner(
             PlannerOptions(
                 wait_seconds=settings.wait_seconds,
                 held_blocks_max=int(settings.hold_blocks_share * blocks),
+                rows_at_once_max=settings.load_step_bytes // row_bytes,
             )
         )
 
@@ -43,11 +45,12 @@ class SchedulerHalf:
         tokens = request.all_token_ids
         self._planner.add(describe_request(request, tokens, _OPEN_SHARE * self._wait_seconds))
 
-    def matched_tokens(self, request: Any, local: int) -> int | None:  # noqa: ANN401 - theirs
-        """Rows that can be loaded beyond the local ones; None: ask again."""
+    def matched_tokens(self, request: Any, local: int) -> tuple[int | None, bool]:  # noqa: ANN401 - theirs
+        """Rows that can be loaded beyond the local ones, None: ask again; and whether beside the steps."""
         if request.skip_reading_prefix_cache:  # vLLM computes all of it, whatever we say: do not make it wait
             local = request.num_tokens
-        return self._planner.matched(request.request_id, local, time.monotonic())
+        external = self._planner.matched(request.request_id, local, time.monotonic())
+        return external, external is not None and self._planner.is_beside(external)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:  # noqa: ANN401 - theirs
         """The request got blocks."""

@@ -25,6 +25,7 @@ class ConnectorSettings:
         hold_blocks_share: of all blocks, the share that may be held so; 0 to 1.
         step_bytes: rows that one step writes at most, beside one row a session; ≥ 1.
         staging_bytes: verified rows that wait to be loaded, of all sessions; ≥ 0.
+        load_step_bytes: a load of more bytes is done beside the steps instead of in one; ≥ 0.
         any_version: serve a vLLM outside the tested window.
     """
 
@@ -34,6 +35,7 @@ class ConnectorSettings:
     hold_blocks_share: float = 0.1
     step_bytes: int = 4 << 20
     staging_bytes: int = 2 << 30
+    load_step_bytes: int = 8 << 20
     any_version: bool = False
 
     @classmethod
@@ -57,6 +59,7 @@ class ConnectorSettings:
             hold_blocks_share=_number(extra, "hold_blocks_share", (0.0, 1.0)),
             step_bytes=int(_number(extra, "step_bytes", (1, 1 << 40))),
             staging_bytes=int(_number(extra, "staging_bytes", (0, 1 << 50))),
+            load_step_bytes=int(_number(extra, "load_step_bytes", (0, 1 << 50))),
             any_version=extra.get("any_version", False) is True,
         )
 

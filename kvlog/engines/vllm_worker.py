@@ -51,6 +51,7 @@ class WorkerHalf:
     def __init__(self, worker: StepWorker) -> None:
         self._worker = worker
         self._held: set[str] = set()
+        self._awaited: set[str] = set()
         self._broken = False
         self._failed_blocks: set[int] = set()
         self._counted_here: dict[str, float] = {}
@@ -84,6 +85,7 @@ class WorkerHalf:
     def before_step(self, plan: StepPlan) -> None:
         """Before anything is written to blocks."""
         self._held |= {close.held for close in plan.closes if close.held}
+        self._awaited |= {ask.beside for ask in plan.loads if ask.beside}
         self._guarded(self._worker.before_step, plan)
 
     def load(self, plan: StepPlan) -> None:
@@ -101,6 +103,16 @@ class WorkerHalf:
         released = set(self._held) if self._broken else self._worker.take_released()
         self._held -= released
         return released
+
+    def take_received(self) -> set[str]:
+        """Requests whose load beside the steps is over."""
+        received = (
+            self._worker.take_received()
+        )  # also if broken: what is being filled may not be given back yet
+        self._awaited -= received
+        if self._broken and not self._worker.is_loading:
+            received, self._awaited = received | self._awaited, set()
+        return received
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that were to be loaded and were not."""

@@ -56,6 +56,7 @@ class Request:
     computed: int = 0
     running: bool = False
     fresh: bool = False
+    loading: bool = False
     over: FinishedRequest | None = None
 
 
@@ -97,7 +98,7 @@ class PagedEngine:
         request = self.requests[name]
         request.running = False
         request.over = self.planner.finished(name, len(request.blocks))
-        if not request.over.hold:
+        if not request.over.hold and not request.loading:
             self._give_back(request)
         return request.over
 
@@ -139,7 +140,7 @@ class PagedEngine:
 
     def _step(self) -> None:
         for request in self.requests.values():
-            if not request.running and request.over is None:
+            if not request.running and not request.loading and request.over is None:
                 self._admit(request)
         running = [request for request in self.requests.values() if request.running]
         counts = {one.name: min(self.chunk, len(one.tokens) - one.computed) for one in running}
@@ -152,14 +153,27 @@ class PagedEngine:
         for request in running:
             self._compute(request, counts[request.name])
         self.worker.after_step(plan)
-        released, failed = self.worker.take_released(), self.worker.take_failed_blocks()
+        released, received = self.worker.take_released(), self.worker.take_received()
+        failed = self.worker.take_failed_blocks()
         report = pickle.loads(pickle.dumps(self.worker.report()))
         for request in running:
             self._draw(request, failed)
+        for name in received:
+            self._received(self.requests[name], failed)
         self.planner.take(report)
         self.planner.released(released)
         for name in released:
             self._give_back(self.requests[name])
+
+    def _received(self, request: Request, failed: set[int]) -> None:
+        """A load beside the steps is over: the request goes on, or, if it has left, its blocks are free only now."""
+        request.loading = False
+        if request.over is not None:
+            self._give_back(request)
+            return
+        bad = [index for index, block in enumerate(request.blocks) if block in failed]
+        request.computed = bad[0] * SIZE if bad else request.computed
+        request.running = True
 
     def _admit(self, request: Request) -> None:
         external = self.planner.matched(request.name, 0, time.monotonic())
@@ -167,7 +181,9 @@ class PagedEngine:
         if external is None or wanted > len(self.free):
             return
         request.blocks = [self.free.pop() for _ in range(wanted)]
-        request.computed, request.running, request.fresh = external, True, True
+        request.computed, request.fresh = external, True
+        request.loading = self.planner.is_beside(external)
+        request.running = not request.loading
         self.planner.allocated(request.name, request.blocks, external)
 
     def _scheduled(self, request: Request, count: int) -> Scheduled:
@@ -202,7 +218,9 @@ class PagedEngine:
 
 
 @contextmanager
-def paged(path: Path, *, blocks: int = 64, wait: float = 2.0, **worker: float) -> Iterator[PagedEngine]:
+def paged(
+    path: Path, *, blocks: int = 64, wait: float = 2.0, at_once: int = 1000, **worker: float
+) -> Iterator[PagedEngine]:
     """An engine that looks for a daemon."""
     client = ClientOptions(connect_seconds=0.5, ping_seconds=0.05, dead_seconds=0.3)
     options = ReplicatorOptions(
@@ -220,7 +238,7 @@ def paged(path: Path, *, blocks: int = 64, wait: float = 2.0, **worker: float) -
         replicator.start()
         return replicator
 
-    planner = PlannerOptions(wait_seconds=wait, held_blocks_max=blocks)
+    planner = PlannerOptions(wait_seconds=wait, held_blocks_max=blocks, rows_at_once_max=at_once)
     engine = PagedEngine(start_replicator, blocks, planner, WorkerOptions(**worker))  # type: ignore[arg-type]
     try:
         yield engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -65,6 +66,71 @@ def test_second_turn_loads_what_the_log_has(tmp_path):
         assert [row_of(second.tokens, p) for p in range(second.computed)] == engine.rows("b")
         assert_in_log(daemon, engine, "b", "s")
         assert engine.finish("b").loaded == 119
+
+
+def test_long_load_is_done_beside_the_steps(tmp_path):
+    """The others go on; the request goes on with all rows, and only new ones are logged."""
+    with with_daemon(tmp_path / "s", at_once=20) as (daemon, engine):
+        first = engine.add("a", PROMPT, "s")
+        engine.run_until("a", 120)
+        engine.finish("a")
+        engine.step(3)
+        engine.add("c", PROMPT)
+        second = engine.add("b", [*first.tokens, 7, 8], "s")
+        engine.run_until("b", 130)
+        assert 119 == engine.worker.counts.rows_loaded
+        assert [row_of(second.tokens, p) for p in range(second.computed)] == engine.rows("b")
+        assert_in_log(daemon, engine, "b", "s")
+
+
+def test_request_that_leaves_during_its_load_gives_its_blocks_back_afterwards(tmp_path, monkeypatch):
+    """Not before the last row is in place, and once; nothing of it is held for the log."""
+    with with_daemon(tmp_path / "s", at_once=20) as (_, engine):
+        first = engine.add("a", PROMPT, "s")
+        engine.run_until("a", 120)
+        engine.finish("a")
+        engine.step(3)
+        real, go_on = engine.store.scatter, threading.Event()
+
+        def slow(*arguments):
+            """Wait until the test says so."""
+            if threading.current_thread().name.startswith("kvlog-stage"):
+                assert go_on.wait(5)
+            real(*arguments)
+
+        monkeypatch.setattr(engine.store, "scatter", slow)
+        second = engine.add("b", first.tokens, "s")
+        engine.step_until(lambda: second.loading)
+        engine.step(2)
+        assert not engine.finish("b").hold
+        engine.step(2)
+        assert second.blocks
+        go_on.set()
+        engine.step_until(lambda: not second.blocks)
+        assert 64 == len(engine.free)
+
+
+def test_long_load_that_fails_is_computed(tmp_path, monkeypatch):
+    """As a short one; the request is told that it is over, and which blocks are bad."""
+    with with_daemon(tmp_path / "s", at_once=20) as (daemon, engine):
+        first = engine.add("a", PROMPT, "s")
+        engine.run_until("a", 110)
+        engine.finish("a")
+        engine.step(3)
+        real = engine.store.scatter
+
+        def broken(*arguments):
+            """Fail beside the steps."""
+            if threading.current_thread().name.startswith("kvlog-stage"):
+                raise OSError
+            real(*arguments)
+
+        monkeypatch.setattr(engine.store, "scatter", broken)
+        second = engine.add("b", first.tokens, "s")
+        engine.run_until("b", 115)
+        assert (0, 1) == (engine.worker.counts.rows_loaded, engine.worker.counts.load_failures)
+        assert [row_of(second.tokens, p) for p in range(second.computed)] == engine.rows("b")
+        assert_in_log(daemon, engine, "b", "s")
 
 
 def test_row_that_does_not_verify_never_reaches_a_block(tmp_path):

@@ -36,6 +36,11 @@ class Broken:
     def take_released(self) -> set[str]:
         return set()
 
+    is_loading = False
+
+    def take_received(self) -> set[str]:
+        return set()
+
     def take_failed_blocks(self) -> set[int]:
         return set()
 
@@ -77,6 +82,16 @@ def test_broken_worker_does_not_believe_in_a_load() -> None:
     worker.raises = True
     one.load(StepPlan(loads=(LoadAsk(KEY, 0, 20, (4, 7)),)))
     assert ({4, 7}, set()) == (one.take_failed_blocks(), one.take_failed_blocks())
+
+
+def test_broken_worker_lets_nobody_wait_for_a_load() -> None:
+    """A load beside the steps that will never be done is over, and its blocks are computed."""
+    worker, one = half()
+    worker.raises = True
+    plan = StepPlan(loads=(LoadAsk(KEY, 0, 20, (4, 7), "a"),))
+    one.before_step(plan)
+    one.load(plan)
+    assert ({"a"}, {4, 7}, set()) == (one.take_received(), one.take_failed_blocks(), one.take_received())
 
 
 def test_increments_are_what_happened_since() -> None:
