@@ -247,8 +247,8 @@ def _facts(config: Any, cache: Any) -> EngineFacts:  # noqa: ANN401 - theirs
 def _group(group: Any) -> CacheGroup:  # noqa: ANN401 - theirs
     spec = group.kv_cache_spec
     head_size = getattr(spec, "head_size", 0)
-    quantised = str(getattr(spec, "kv_quant_mode", "")).rpartition(".")[2]
-    packed = "" if quantised in {"", "NONE", "0"} else f"elements packed as {quantised}"
+    quantised = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    packed = "" if quantised == "NONE" else f"elements packed as {quantised}"
     return CacheGroup(
         kind=type(spec).__name__,
         layers=tuple(group.layer_names),

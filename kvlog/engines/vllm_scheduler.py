@@ -47,9 +47,9 @@ class SchedulerHalf:
 
     def matched_tokens(self, request: Any, local: int) -> tuple[int | None, bool]:  # noqa: ANN401 - theirs
         """Rows that can be loaded beyond the local ones, None: ask again; and whether beside the steps."""
-        if request.skip_reading_prefix_cache:  # vLLM computes all of it, whatever we say: do not make it wait
-            local = request.num_tokens
         external = self._planner.matched(request.request_id, local, time.monotonic())
+        if request.skip_reading_prefix_cache:  # vLLM computes all of it, whatever we say: it need not wait
+            return 0, False
         return external, external is not None and self._planner.is_beside(external)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:  # noqa: ANN401 - theirs

@@ -1,10 +1,12 @@
 """Two nodes with a vLLM each over one local log, and requests to them; whoever was killed is started anew on demand.
 
-A: blocks of 128, prefill in chunks of 64. B: blocks of 32, and so few that several long requests do not fit.
+A: blocks of 128, prefill in chunks of 64, loads within a step. B: blocks of 32, and so few that several long requests
+do not fit; loads beside the steps. C, when it is asked for: drafts from the prompt.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from dataclasses import dataclass
@@ -22,12 +24,20 @@ __all__ = ["TAKE_OVER", "Fleet", "Row", "VllmNode", "prompt_of"]
 
 TAKE_OVER: Final = {"kvlog": {"take_over": True}}
 
+_NGRAM: Final = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
 _OPTIONS: Final = {
     "a": ("--max-num-batched-tokens", "64"),
     "b": ("--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "1024"),
+    "c": ("--speculative-config", json.dumps(_NGRAM)),
 }
+_EXTRA: Final[dict[str, dict[str, object]]] = {"a": {}, "b": {"load_step_bytes": 0}, "c": {}}
 
-_TOKENS_MAX: Final = {"a": 4096, "b": 1024}
+_TOKENS_MAX: Final = {"a": 4096, "b": 1024, "c": 4096}
 
 
 def prompt_of(test: str) -> tuple[int, ...]:
@@ -51,7 +61,7 @@ class VllmNode:
             self.daemon.start_daemon()
             self.daemon.wait_log()
         if not self.server.is_running:
-            self.server.launch(self._socket, *_OPTIONS[self._name])
+            self.server.launch(self._socket, *_OPTIONS[self._name], **_EXTRA[self._name])
 
     def kill(self) -> None:
         """The whole node dies at once: the daemon has no time to save what the server left in the ring."""
@@ -114,7 +124,7 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log_url = f"file://{folder}/log"
-        self._nodes = {name: VllmNode(folder, name, self.log_url) for name in "ab"}
+        self._nodes = {name: VllmNode(folder, name, self.log_url) for name in "abc"}
         self.table: list[Row] = []
         self._answers: dict[str, list[int]] = {}
 
@@ -171,7 +181,7 @@ class Fleet:
 
     def serving(self, name: str) -> VllmNode:
         """A node by its name, serving."""
-        for node in self._nodes.values():  # both at once: they start side by side
-            node.launch()
+        for each in "ab" if name in "ab" else name:  # both at once: they start side by side
+            self._nodes[each].launch()
         self._nodes[name].server.wait_ready()
         return self._nodes[name]

@@ -271,14 +271,33 @@ def _row(fleet: Fleet, scenario: str, undisturbed: LoggedSession, *counts: int, 
     )
 
 
+def test_drafts_that_are_not_verified_are_never_logged(fleet: Fleet) -> None:
+    """Four drafts a step from a prompt that repeats itself: the log has what the blocks hold when all is decided."""
+    prompt = [*range(20), *range(20), *prompt_of("test_drafts_that_are_not_verified_are_never_logged")]
+    node = fleet.serving("c")
+    first = node.answer("drafts", prompt, 150)
+    assert_bytes(fleet, node, "drafts")
+    drafted = _counter(node, "vllm:spec_decode_num_draft_tokens_total")
+    accepted = _counter(node, "vllm:spec_decode_num_accepted_tokens_total")
+    assert drafted > accepted, "no draft was refused: the scenario proves nothing"
+    node.answer("drafts", [*prompt, *first, 3], 100)
+    turn = assert_bytes(fleet, node, "drafts", 2)
+    assert (
+        len(prompt) + 149 - turn["log_from"] <= 4
+    )  # what was accepted in the last step is logged by the next turn
+    node.server.kill()
+
+
+def _counter(node: VllmNode, name: str) -> float:
+    text = httpx.get(f"{node.server.url}/metrics", timeout=10).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
 def test_metrics_are_vllms_own(fleet: Fleet) -> None:
     """Prometheus reads the connector's counters where it reads vLLM's."""
     prompt = prompt_of("test_metrics_are_vllms_own")
     fleet.a.answer("metrics", prompt, 20)
-    text = httpx.get(f"{fleet.a.server.url}/metrics", timeout=10).text
-    saved = [line for line in text.splitlines() if line.startswith("vllm:kvlog_saved_tokens_total")]
-    assert saved
-    assert float(saved[0].split()[-1]) > 200
+    assert _counter(fleet.node("a"), "vllm:kvlog_saved_tokens_total") > 200
 
 
 def test_batch_of_answers_goes_on_after_its_node_was_killed(fleet: Fleet) -> None:
