@@ -25,7 +25,7 @@ from kvlog.engines.step_plan import (
     TurnKey,
     UnloggedCause,
 )
-from kvlog.link.messages import pack_tokens
+from kvlog.link.messages import UnloggedReason, pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -219,8 +219,9 @@ class StepPlanner:
         self._closes, self._opens, self._loads, self._renewed = [], [], [], False
         return plan
 
-    def take(self, report: StepReport) -> None:
-        """Take what the workers say."""
+    def take(self, report: StepReport) -> list[str]:
+        """Take what the workers say. Returns: requests that were fenced: another node has their session."""
+        fenced = []
         for ready in report.ready:
             tracked = self._by_key.get(ready.key)
             if tracked is not None:
@@ -228,7 +229,10 @@ class StepPlanner:
         for dropped in report.dropped:
             tracked = self._by_key.get(dropped.key)
             if tracked is not None:
+                if dropped.cause == UnloggedReason.FENCED and tracked.cause is None:
+                    fenced.append(tracked.request.name)
                 self._drop(tracked, dropped.cause)
+        return fenced
 
     def released(self, names: Iterable[str]) -> None:
         """The workers have read the blocks of these finished requests."""

@@ -71,7 +71,10 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
-                settings, blocks=kv_cache_config.num_blocks, row_bytes=_row_bytes(kv_cache_config)
+                settings,
+                blocks=kv_cache_config.num_blocks,
+                row_bytes=_row_bytes(kv_cache_config),
+                engine=str(vllm_config.kv_transfer_config.engine_id),
             )
 
     @property
@@ -194,8 +197,9 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """The process ends."""
-        if self._worker is not None:
-            self._worker.close()
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.close()
 
     @property
     def _planning(self) -> SchedulerHalf:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvlog.engines.fence_board import FenceBoard
 from kvlog.engines.step_planner import PlannerOptions, Scheduled, StepPlanner
 from kvlog.engines.vllm_requests import describe_request
 
@@ -27,9 +28,12 @@ class SchedulerHalf:
         settings: of the connector.
         blocks: of the whole cache.
         row_bytes: of one position, all layers.
+        engine: vLLM's id of this engine.
     """
 
-    def __init__(self, settings: ConnectorSettings, *, blocks: int, row_bytes: int) -> None:
+    def __init__(self, settings: ConnectorSettings, *, blocks: int, row_bytes: int, engine: str) -> None:
+        self._board = FenceBoard(engine)
+        self._board.start()
         self._wait_seconds = settings.wait_seconds
         self._counted: dict[str, int] = {}
         self._planner = StepPlanner(
@@ -63,8 +67,13 @@ class SchedulerHalf:
     def take(self, report: StepReport | None, released: set[str] | None) -> None:
         """What the workers said of the last step."""
         if report is not None:
-            self._planner.take(report)
+            for name in self._planner.take(report):
+                self._board.say(name)
         self._planner.released(released or ())
+
+    def close(self) -> None:
+        """The engine ends."""
+        self._board.close()
 
     def renew(self) -> None:
         """The weights may be others from now on."""

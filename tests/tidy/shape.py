@@ -219,7 +219,9 @@ def dead_modules(tree: Tree, entry_points: Iterable[str]) -> list[str]:
 
 
 def _is_started_from_outside(module: Module) -> bool:
-    is_adapter = re.fullmatch(r"kvlog\.engines\.(transformers|vllm)(\.\w+)?", module.name) is not None
+    is_adapter = (
+        re.fullmatch(r"kvlog\.engines\.(transformers|vllm|vllm_fence)(\.\w+)?", module.name) is not None
+    )
     return module.is_package or module.name.endswith("__main__") or is_adapter
 
 

@@ -42,3 +42,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("scenarios: known at the kill, loaded, computed, KV equal, tokens equal")
         for row in rows:
             terminalreporter.write_line(str(row))
+    for note in [note for fleet in _FLEETS for note in fleet.notes]:
+        terminalreporter.write_line(note)

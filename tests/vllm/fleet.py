@@ -31,7 +31,7 @@ _NGRAM: Final = {
     "prompt_lookup_min": 1,
 }
 _OPTIONS: Final = {
-    "a": ("--max-num-batched-tokens", "64"),
+    "a": ("--max-num-batched-tokens", "64", "--middleware", "kvlog.engines.vllm_fence.FenceMiddleware"),
     "b": ("--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "1024"),
     "c": ("--speculative-config", json.dumps(_NGRAM)),
 }
@@ -119,13 +119,14 @@ class Row:
 
 
 class Fleet:
-    """Nodes A and B. `table`: what each kill cost, printed at the end."""
+    """Nodes A and B. `table`: what each kill cost, and `notes`: both are printed at the end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log_url = f"file://{folder}/log"
         self._nodes = {name: VllmNode(folder, name, self.log_url) for name in "abc"}
         self.table: list[Row] = []
+        self.notes: list[str] = []
         self._answers: dict[str, list[int]] = {}
 
     @property

@@ -271,6 +271,42 @@ def _row(fleet: Fleet, scenario: str, undisturbed: LoggedSession, *counts: int, 
     )
 
 
+def test_fenced_answer_ends_with_an_error_that_its_client_can_read(fleet: Fleet) -> None:
+    """Both nodes live; B is told to take the session over. A's client hears of it soon, B's goes on where A's stood."""
+    prompt = prompt_of("test_fenced_answer_ends_with_an_error_that_its_client_can_read")
+    a, b = fleet.a, fleet.b
+    expected, _ = fleet.undisturbed(prompt, 400)
+    shown: list[int] = []
+    rest: list[int] = []
+    taken_at: list[float] = []
+    error: dict[str, Any] | None = None
+
+    def take_over() -> None:
+        until(lambda: len(shown) >= 100, seconds=60, what="100 tokens")
+        known = [*prompt, *expected[:100]]
+        for answer in b.stream("fenced", known, 300, kv_transfer_params=TAKE_OVER):
+            if not taken_at:
+                taken_at.append(time.monotonic())
+            rest[:] = answer.tokens
+
+    def go_on() -> None:
+        nonlocal error
+        for answer in a.stream("fenced", prompt, 3000):
+            shown[:] = answer.tokens
+            if answer.error is not None:
+                error = answer.error
+
+    fleet.at_once(take_over, go_on)
+    ended = time.monotonic()
+    assert error is not None
+    assert "fenced" == error["type"]
+    assert expected == expected[:100] + rest
+    late, seconds = len(shown) - 100, ended - taken_at[0]
+    fleet.notes.append(f"fenced: {late} tokens after B was asked, over {seconds:.3f} s after B's first token")
+    assert len(shown) < 2000
+    assert_bytes(fleet, b, "fenced")
+
+
 def test_drafts_that_are_not_verified_are_never_logged(fleet: Fleet) -> None:
     """Four drafts a step from a prompt that repeats itself: the log has what the blocks hold when all is decided."""
     prompt = [*range(20), *range(20), *prompt_of("test_drafts_that_are_not_verified_are_never_logged")]
