@@ -33,7 +33,7 @@ class ConnectorSettings:
     wait_seconds: float = 2.0
     hold_seconds: float = 2.0
     hold_blocks_share: float = 0.1
-    step_bytes: int = 4 << 20
+    step_bytes: int = 2 << 20
     staging_bytes: int = 2 << 30
     load_step_bytes: int = 8 << 20
     any_version: bool = False
