@@ -7,20 +7,23 @@ do not fit; loads beside the steps. C, when it is asked for: drafts from the pro
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.model.llama import random_folder
 from tests.nodes import Answer, Node, ask, daemon_config
-from tests.vllm.servers import LoggedSession, VllmServer, logged_session
+from tests.processes import die_with_parent
+from tests.vllm.servers import ROOT, LoggedSession, VllmServer, logged_session, vllm_python
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["TAKE_OVER", "Fleet", "Row", "VllmNode", "prompt_of"]
+__all__ = ["TAKE_OVER", "Fleet", "Row", "VllmNode", "prompt_of", "stock_client"]
 
 TAKE_OVER: Final = {"kvlog": {"take_over": True}}
 
@@ -118,6 +121,23 @@ class Row:
         return f"{self.scenario:44} {counts} {self.kv_equal!s:>9} {self.tokens_equal!s:>13}"
 
 
+def stock_client(
+    node: VllmNode, session: str, tokens: Sequence[int], count: int, *, take_over: bool = False
+) -> Iterator[int]:
+    """Stream an answer with the `openai` package, which is where vLLM is; ends when the stream does, or breaks."""
+    given = [node.server.url, session, "yes" if take_over else "no", json.dumps(list(tokens)), str(count)]
+    with subprocess.Popen(
+        [str(vllm_python()), "-m", "tests.vllm.openai_client", *given],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=die_with_parent,
+    ) as client:
+        assert client.stdout is not None
+        yield from map(int, client.stdout)
+
+
 class Fleet:
     """Nodes A and B. `table`: what each kill cost, and `notes`: both are printed at the end."""
 
@@ -175,10 +195,22 @@ class Fleet:
             raise failures[0]
 
     def close(self) -> None:
-        """End everything."""
-        for node in self._nodes.values():
+        """End everything, and note what the connector's calls have cost."""
+        for name, node in self._nodes.items():
+            self._note_calls(name, node)
             node.server.kill()
             node.daemon.close()
+
+    def _note_calls(self, name: str, node: VllmNode) -> None:
+        turn = node.server.newest_turn()
+        if turn is None:
+            return
+        counts = turn["replicator"]
+        mean = 1e6 * counts["hook_seconds"] / max(1, counts["steps"])
+        longest = ", ".join(f"{call} {ms:.2f}" for call, ms in turn["longest_ms"].items() if ms)
+        self.notes.append(
+            f"node {name}: hook {mean:.0f} us a step (mean of {counts['steps']}); longest, ms: {longest}"
+        )
 
     def serving(self, name: str) -> VllmNode:
         """A node by its name, serving."""

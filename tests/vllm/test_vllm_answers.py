@@ -17,7 +17,7 @@ from consumers.demo_log import DemoLog
 from kvlog.ids import FIRST_OFFSET, SessionId
 from kvlog.log.settings import LogSettings
 from tests.nodes import until
-from tests.vllm.fleet import TAKE_OVER, Row, prompt_of
+from tests.vllm.fleet import TAKE_OVER, Row, prompt_of, stock_client
 
 if TYPE_CHECKING:
     from tests.vllm.fleet import Fleet, VllmNode
@@ -260,6 +260,27 @@ def test_answer_goes_on_after_both_its_nodes_were_killed(fleet: Fleet) -> None:
     assert 0 < known - turn["attach_length"] <= LOST_MAX
     for row in fleet.table[-2:]:
         assert (True, True) == (row.kv_equal, row.tokens_equal), row
+
+
+def test_stock_client_goes_on_at_another_server(fleet: Fleet) -> None:
+    """The `openai` package streams from A; A's node is killed; the same request with the tokens so far goes to B."""
+    prompt = prompt_of("test_stock_client_goes_on_at_another_server")
+    expected, undisturbed = fleet.undisturbed(prompt, 400)
+    assert fleet.b.server.url
+    shown: list[int] = []
+    for token in stock_client(fleet.node("a"), "stock", prompt, 3000):
+        shown.append(token)
+        if len(shown) == 150:
+            fleet.node("a").kill()
+    known = [*prompt, *shown]
+    b = fleet.node("b")
+    rest = list(stock_client(b, "stock", known, 400 - len(shown), take_over=True))
+    turn = assert_bytes(fleet, b, "stock")
+    loaded = turn["attach_length"]
+    equal = undisturbed.digests(loaded) == fleet.logged("stock").digests(loaded)
+    fleet.table.append(Row("stock client, A to B", len(known), loaded, equal, expected == shown + rest))
+    assert (True, True) == (fleet.table[-1].kv_equal, fleet.table[-1].tokens_equal)
+    assert 0 < len(known) - loaded <= LOST_MAX
 
 
 def _row(fleet: Fleet, scenario: str, undisturbed: LoggedSession, *counts: int, **tokens: list[int]) -> Row:
