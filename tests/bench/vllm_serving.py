@@ -15,13 +15,14 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 
 from kvlog.engines.models import ensure_model
-from tests.nodes import Node, ask, daemon_config
+from tests.nodes import Answer, Node, ask, daemon_config
 from tests.vllm.servers import VllmServer, why_not
 
 if TYPE_CHECKING:
@@ -68,20 +69,34 @@ def _measure(folder: Path, rounds: int, tokens: int) -> None:
         node.close()
 
 
-def _round(with_it: VllmServer, without: VllmServer, sessions: int, tokens: int) -> tuple[float, float]:
-    """Tokens a second of each, in the order A B B A."""
+@dataclass(frozen=True)
+class _Served:
+    """One run: tokens a second of all answers together, and the median time to an answer's first token."""
+
+    rate: float
+    first_ms: float
+
+
+def _round(with_it: VllmServer, without: VllmServer, sessions: int, tokens: int) -> tuple[_Served, _Served]:
+    """Both, in the order A B B A."""
     first = _rate(with_it, sessions, tokens)
     between = [_rate(without, sessions, tokens) for _ in range(2)]
-    return (first + _rate(with_it, sessions, tokens)) / 2, sum(between) / 2
+    return _mean([first, _rate(with_it, sessions, tokens)]), _mean(between)
 
 
-def _rate(server: VllmServer, sessions: int, tokens: int) -> float:
-    """Tokens a second of so many answers at once."""
+def _mean(runs: Sequence[_Served]) -> _Served:
+    return _Served(statistics.fmean(run.rate for run in runs), statistics.fmean(run.first_ms for run in runs))
+
+
+def _rate(server: VllmServer, sessions: int, tokens: int) -> _Served:
+    """So many answers at once."""
     name = time.monotonic_ns()
 
-    def answer(index: int) -> int:
+    def answer(index: int) -> tuple[int, float]:
+        asked, first = time.monotonic(), 0.0
         prompt = [(index * 31 + position * 7) % 400 + 100 for position in range(_PROMPT_TOKENS)]
-        *_, last = ask(
+        last = Answer()
+        for last in ask(  # noqa: B007 - looked at below
             server.url,
             seconds=600.0,
             model="m",
@@ -90,14 +105,16 @@ def _rate(server: VllmServer, sessions: int, tokens: int) -> float:
             temperature=0,
             ignore_eos=True,
             session_id=f"bench-{name}-{index}",
-        )
+        ):
+            first = first or time.monotonic() - asked
         assert last.error is None, last.error
-        return len(last.tokens)
+        return len(last.tokens), 1000 * first
 
     began = time.monotonic()
     with ThreadPoolExecutor(sessions) as pool:
-        count = sum(pool.map(answer, range(sessions)))
-    return count / (time.monotonic() - began)
+        answers = list(pool.map(answer, range(sessions)))
+    seconds = time.monotonic() - began
+    return _Served(sum(count for count, _ in answers) / seconds, statistics.median(ms for _, ms in answers))
 
 
 def _hook(server: VllmServer) -> tuple[float, float]:
@@ -112,18 +129,20 @@ def _hook(server: VllmServer) -> tuple[float, float]:
 
 def _say(
     sessions: int,
-    pairs: Sequence[tuple[float, float]],
+    pairs: Sequence[tuple[_Served, _Served]],
     before: tuple[float, float],
     after: tuple[float, float],
 ) -> None:
-    ratios = [ours / theirs for ours, theirs in pairs]
+    ratios = [ours.rate / theirs.rate for ours, theirs in pairs]
     drawn = random.Random(1)
     means = sorted(statistics.fmean(drawn.choices(ratios, k=len(ratios))) for _ in range(2000))
     hook = 1e6 * (after[1] - before[1]) / max(1.0, after[0] - before[0])
     print(
-        f"{sessions:2} sessions: {statistics.median(ours for ours, _ in pairs):.1f} tokens/s with, "
-        f"{statistics.median(theirs for _, theirs in pairs):.1f} without, ratio {statistics.fmean(ratios):.3f} "
-        f"[{means[50]:.3f}, {means[1949]:.3f}], hook {hook:.0f} us a step",
+        f"{sessions:2} sessions: {statistics.median(ours.rate for ours, _ in pairs):.1f} tokens/s with, "
+        f"{statistics.median(theirs.rate for _, theirs in pairs):.1f} without, ratio {statistics.fmean(ratios):.3f} "
+        f"[{means[50]:.3f}, {means[1949]:.3f}], hook {hook:.0f} us a step; first token "
+        f"{statistics.median(ours.first_ms for ours, _ in pairs):.0f} ms with, "
+        f"{statistics.median(theirs.first_ms for _, theirs in pairs):.0f} without",
         flush=True,
     )
 
