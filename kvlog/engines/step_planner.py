@@ -219,6 +219,11 @@ class StepPlanner:
         self._closes, self._opens, self._loads, self._renewed = [], [], [], False
         return plan
 
+    def plan_loads(self) -> StepPlan:
+        """Only what must not be lost: rows that the scheduler counts as loaded from this step on."""
+        loads, self._loads = tuple(self._loads), []
+        return StepPlan(loads=loads)
+
     def take(self, report: StepReport) -> list[str]:
         """Take what the workers say. Returns: requests that were fenced: another node has their session."""
         fenced = []
