@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.platforms import current_platform
+from vllm.transformers_utils.repo_utils import try_get_local_file
 
 from kvlog.engines.vllm_scheduler import SchedulerHalf
 from kvlog.engines.vllm_settings import ConnectorSettings
@@ -152,7 +153,7 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
         store, layout = open_store(layers)
         model = config.model_config
         identity = engine_identity(
-            Path(model.model),
+            _folder(model),
             layout,
             architecture=",".join(model.architectures),
             rope=getattr(model.hf_text_config, "rope_parameters", None),
@@ -222,6 +223,12 @@ def _writer(module: Any) -> Any:  # noqa: ANN401 - theirs
     return lambda keys, values, cache, slots: module.impl.do_kv_cache_update(
         module, keys, values, cache, slots
     )
+
+
+def _folder(model: Any) -> Path:  # noqa: ANN401 - theirs
+    """Where the model's files are: the folder that was given, or the hub's cache, which vLLM has filled by now."""
+    found = try_get_local_file(model.model, "config.json", model.revision or "main")
+    return found.parent if isinstance(found, Path) else Path(model.model)
 
 
 def _row_bytes(cache: Any) -> int:  # noqa: ANN401 - theirs

@@ -225,7 +225,7 @@ def engine_identity(
         ConfigError: the folder is no folder, or has no safetensors.
     """
     if not folder.is_dir():
-        raise _bad(f"{folder} is not a folder", "download the model and give its folder", "model")
+        raise _bad(f"{folder} is neither a folder nor in the hub's cache", "give a folder", "model")
     said = [f"{name}={settings[name]}".encode() for name in sorted(settings)]
     model = model_digest(folder, architecture=f"vllm:{architecture}", rope=rope, layout=layout)
     return Identity(digest(model, *said), weights_digest(folder), layout, shards=1)
