@@ -7,9 +7,9 @@ ARGS ?=
 SEED ?=
 WORKERS ?= 2
 OWN := tests/unit tests/property tests/golden
-QUICK := not kafka and not gpu and not e2e and not slow and not model
+QUICK := not kafka and not gpu and not e2e and not slow and not model and not vllm
 
-.PHONY: help venv lint check cover test test-gpu demo bench sim soak fmt clean
+.PHONY: help venv venv-vllm lint check cover test test-gpu test-vllm demo bench sim soak fmt clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -22,10 +22,14 @@ check: lint ## lint, and every test that needs no broker, engine or model (two m
 	@$(BIN)/pytest -q -n $(WORKERS) -m "$(QUICK)" $(ARGS)
 cover: $(STAMP) ## branch coverage of kvlog/core and kvlog/wire by their own tests: must be 100 %
 	@$(BIN)/pytest -q -n $(WORKERS) --durations=15 --cov --cov-report=term-missing $(OWN)
-test: lint cover ## everything, each test once; tests that lack a broker or a device skip and say so
-	@$(BIN)/pytest -q -n $(WORKERS) --durations=25 $(OWN:%=--ignore=%) $(ARGS)
+test: lint cover ## everything but vLLM, each test once; tests that lack a broker or a device skip and say so
+	@$(BIN)/pytest -q -n $(WORKERS) --durations=25 $(OWN:%=--ignore=%) --ignore=tests/vllm $(ARGS)
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(BIN)/pytest -m gpu $(ARGS)
+venv-vllm: ## the virtual environment of the vLLM tests (3.4 GB); says so where there is no wheel
+	@.ci/venv-vllm .venv-vllm
+test-vllm: $(STAMP) $(if $(KVLOG_VLLM_PYTHON),,venv-vllm) ## the tests that start real vLLM servers (ten minutes)
+	@$(BIN)/pytest -m vllm -n 0 -p no:randomly --durations=0 tests/vllm $(ARGS)
 demo: $(STAMP) ## an answer that survives kill -9 (ARGS=--help for more)
 	@$(BIN)/kvlog demo $(ARGS)
 bench: $(STAMP) ## the benchmarks

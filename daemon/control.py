@@ -189,7 +189,9 @@ class EngineControl:
         deadline = time.monotonic() + wait_ms / 1000
         if self._stopping:
             return link.TurnUnlogged(message.request, link.UnloggedReason.STOPPING, "the daemon stops")
-        await self._closing_done(message.session, deadline)
+        if not await self._closing_done(message.session, deadline):
+            detail = "its last turn is over, and rows of it are still on their way"
+            return link.TurnUnlogged(message.request, link.UnloggedReason.CLAIM_TIMEOUT, detail)
         if not message.take_over and not await self._owner_is_willing(message.session, wait_ms / 2000):
             reason, detail = self._say_unlogged(message.session, fx.UnloggedReason.OWNER_BUSY, None)
             return link.TurnUnlogged(message.request, reason, detail)
@@ -269,16 +271,20 @@ class EngineControl:
             self._parts.shell.step(inputs.CloseTurn(entry.turn))
         engine.intake.close()
 
-    async def _closing_done(self, session: SessionId, deadline: float) -> None:
-        """A turn that is being closed is not in the way of the next one for longer than its rows need."""
+    async def _closing_done(self, session: SessionId, deadline: float) -> bool:
+        """A turn that is being closed is not in the way of the next one for longer than its rows need.
+
+        Returns: False if they need longer than the request may wait: not busy, and worth asking again.
+        """
         entry = self._parts.turns.of_session(session)
         if entry is None or entry.closing_at is None:
-            return
+            return True
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 await entry.ended.wait()
         except TimeoutError:
-            pass
+            return False
+        return True
 
     async def _owner_is_willing(self, session: SessionId, seconds_max: float) -> bool:
         """Whether the session may be claimed without ending somebody's turn (DESIGN 5.1), as far as heartbeats say.

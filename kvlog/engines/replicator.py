@@ -5,7 +5,8 @@ passing reason: a request that began without a daemon is logged from its first r
 rows are still in the engine's own cache. What the engine calls on its step (`after_step`) copies rows into the ring and
 counts; a full ring, a dead daemon and a fenced turn all mean that it copies less.
 
-`open_turn`, `TurnHandle.load_into` and `close_turn` may take a bounded time and belong on a request's own thread.
+`open_turn`, `TurnHandle.load_into` and `close_turn` may take a bounded time and belong on a request's own thread; an
+engine that has no such thread begins with `begin_turn`, which does not wait.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import TYPE_CHECKING
 from kvlog.engines.engine_link import EngineLink
 from kvlog.engines.stepwrite import RowSource, StepBudget
 from kvlog.engines.turn_state import Closed, Logged, TurnState, Unlogged
-from kvlog.engines.turns import LoadCounts, TurnHandle
+from kvlog.engines.turns import LoadCounts, PendingTurn, TurnHandle
 from kvlog.errors import ConfigError, LinkClosed, LocalProtocolError
-from kvlog.ids import Position
+from kvlog.ids import NO_EPOCH, Position
 from kvlog.link.client import ClientOptions, LinkClient, connect
 from kvlog.link.messages import (
     PROTOCOL,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from kvlog.engines.base import RowCache
     from kvlog.engines.turn_state import TurnRequest
-    from kvlog.ids import SessionId, Shard
+    from kvlog.ids import Epoch, SessionId, Shard
     from kvlog.layout import Identity
     from kvlog.link.client import Answer, LinkEvent
 
@@ -170,14 +171,23 @@ class Replicator:
 
         Returns: a handle, logged or not; see its `reason`.
         """
-        turn = TurnState(request, tokens)
-        self._live.add(turn)
-        link = self._link
-        if link is not None:
-            self._ask(link, turn)
-            turn.wait_answer(request.wait_seconds + self._options.answer_seconds)
-            turn.unanswered(time.monotonic())
+        turn = self._begin(request, tokens, NO_EPOCH)
+        turn.wait_answer(request.wait_seconds + self._options.answer_seconds)
+        turn.unanswered(time.monotonic())
         return TurnHandle(turn, self.row_bytes, self.loads)
+
+    def begin_turn(
+        self, request: TurnRequest, tokens: Sequence[int], *, continues: Epoch = NO_EPOCH
+    ) -> PendingTurn:
+        """Ask for a turn and return at once; never raises. Its answer, or the lack of one, is asked for.
+
+        Args:
+            request: whose turn, and how.
+            tokens: as in `open_turn`.
+            continues: the epoch under which an earlier turn of the same request was logged: a session that somebody
+                else has taken since is not claimed back.
+        """
+        return PendingTurn(self._begin(request, tokens, continues), self.row_bytes, self.loads)
 
     def after_step(self, active: Sequence[tuple[TurnHandle, RowCache, Sequence[int]]]) -> None:
         """Write the rows that all these turns' caches have beyond their cursors, as one ring entry.
@@ -232,6 +242,15 @@ class Replicator:
         link = self._link
         if link is not None:
             link.client.send(Forget(session))
+
+    def _begin(self, request: TurnRequest, tokens: Sequence[int], continues: Epoch) -> TurnState:
+        turn = TurnState(request, tokens)
+        turn.epoch = continues
+        self._live.add(turn)
+        link = self._link
+        if link is not None:
+            self._ask(link, turn)
+        return turn
 
     def _copy_step(self, active: Sequence[tuple[TurnHandle, RowCache, Sequence[int]]]) -> None:
         link = self._link

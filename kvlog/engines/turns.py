@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvlog.engines.stepwrite import RowSource
-from kvlog.engines.turn_state import Logged
+from kvlog.engines.turn_state import Asking, Logged
 from kvlog.ids import Position
 from kvlog.link.messages import Release
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
     from kvlog.engines.base import RowCache
     from kvlog.engines.turn_state import TurnState
+    from kvlog.ids import Epoch
     from kvlog.link.messages import EndedReason, UnloggedReason
 
-__all__ = ["LoadCounts", "TurnHandle"]
+__all__ = ["LoadCounts", "PendingTurn", "TurnHandle"]
 
 
 @dataclass(slots=True)
@@ -27,6 +28,30 @@ class LoadCounts:
 
     rows_verified: int = 0
     failed: int = 0
+
+
+class PendingTurn:
+    """Made by `Replicator.begin_turn`, for engines that must not wait: asked again and again until it is answered.
+
+    Args:
+        turn: what the replicator keeps of it.
+        row_bytes: of the engine's layout.
+        counts: where loads are counted.
+    """
+
+    def __init__(self, turn: TurnState, row_bytes: int, counts: LoadCounts) -> None:
+        self._turn = turn
+        self._row_bytes = row_bytes
+        self._counts = counts
+
+    def is_answered(self, now: float) -> bool:
+        """Nothing is being waited for: opened, refused, late, or there is no daemon to ask."""
+        self._turn.unanswered(now)
+        return not isinstance(self._turn.phase, Asking)
+
+    def settle(self) -> TurnHandle:
+        """Stop waiting: what has been opened by now can be attached; what opens later is only logged."""
+        return TurnHandle(self._turn, self._row_bytes, self._counts)
 
 
 class TurnHandle:
@@ -61,6 +86,11 @@ class TurnHandle:
     def was_logged(self) -> bool:
         """Rows went to the log at some time: the log may hold something of the session."""
         return self.turn.epoch > 0
+
+    @property
+    def epoch(self) -> Epoch:
+        """The newest epoch under which it was logged; 0: never."""
+        return self.turn.epoch
 
     @property
     def reason(self) -> UnloggedReason | EndedReason | None:

@@ -63,6 +63,11 @@ def test_python_files_of_the_tree_are_in_the_packages() -> None:
             "class C:\n" + "".join(f"    def m{n}(self): ...\n" for n in range(13)),
             "kvlog/a.py:1 C has 13 public methods, more than 12",
         ),
+        (
+            "from kvlog.base import B\nclass C(B):\n"
+            + "".join(f"    def m{n}(self): ...\n" for n in range(13)),
+            "kvlog/a.py:2 C has 13 public methods, more than 12",
+        ),
     ],
 )
 def test_large_thing_is_found(text: str, complaint: str) -> None:
@@ -79,6 +84,8 @@ def test_large_thing_is_found(text: str, complaint: str) -> None:
         "class C:\n"
         + "".join(f"    def m{n}(self): ...\n    def _p{n}(self): ...\n" for n in range(12))
         + "    @property\n    def p(self): ...\n",
+        "from vllm.base import Connector\nclass C(Connector):\n"
+        + "".join(f"    def m{n}(self): ...\n" for n in range(20)),
     ],
 )
 def test_thing_at_the_limit_is_not_found(text: str) -> None:

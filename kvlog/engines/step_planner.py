@@ -1,0 +1,307 @@
+"""The scheduler's side of a paged engine: which turns to open, what to load, and how far each request's rows go.
+
+    new ── matched: OpenAsk ─▶ asked ── Ready ─▶ ready ── allocated: LoadAsk ─▶ running ── finished ─▶ closed
+     ▲                           │ late: computes, the turn may still open        │ preempted: CloseAsk
+     └───────────────────────────┴──────────────── a new turn ◀───────────────────┘
+
+The watermark of a step is min(computed + scheduled, known tokens): it covers chunked prefill, prefix hits (rows that
+were not computed here are logged too) and preemption, and leaves out drafts that nobody has verified. No I/O, no clock:
+time is passed in. One thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvlog.engines.step_plan import (
+    CloseAsk,
+    LoadAsk,
+    OpenAsk,
+    Ready,
+    RowsAt,
+    StepPlan,
+    StepReport,
+    TurnKey,
+    UnloggedCause,
+)
+from kvlog.link.messages import UnloggedReason, pack_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvlog.engines.turn_state import TurnRequest
+    from kvlog.ids import Shard
+
+__all__ = ["FinishedRequest", "NewRequest", "PlannerOptions", "Scheduled", "StepPlanner", "watermark"]
+
+_NO_TURN = TurnKey(0)
+
+
+def watermark(computed: int, scheduled: int, known: int) -> int:
+    """Positions that have KV of known tokens once a step is computed.
+
+    Args:
+        computed: positions that have KV before it.
+        scheduled: positions that it computes, drafts included.
+        known: tokens of the request, drafts not included.
+    """
+    return min(computed + scheduled, known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerOptions:
+    """How long a request waits, and what it may hold.
+
+    Args:
+        wait_seconds: for the daemon's answer and the verified copy, before a request is computed instead.
+        shards: workers that must say ready.
+        held_blocks_max: blocks of finished requests that are kept for the log at a time.
+        rows_at_once_max: a load of more rows is done beside the steps instead of in one.
+    """
+
+    wait_seconds: float = 2.0
+    shards: int = 1
+    held_blocks_max: int = 0
+    rows_at_once_max: int = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request as the engine took it.
+
+    Args:
+        name: the engine's id of it.
+        turn: what its turn asks for, or why it has none.
+        tokens: its ids, growing; read, never changed.
+        named: a client named the session; else it ends with the request.
+    """
+
+    name: str
+    turn: TurnRequest | UnloggedCause
+    tokens: Sequence[int]
+    named: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One request's part of a step.
+
+    Args:
+        name: the engine's id of it.
+        computed: positions that have KV before the step.
+        scheduled: positions that the step computes.
+        blocks: those it got with this step; `anew`: its whole table.
+        anew: see there.
+    """
+
+    name: str
+    computed: int
+    scheduled: int
+    blocks: Sequence[int]
+    anew: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """What becomes of a finished request's blocks, and what was done for it.
+
+    Args:
+        hold: its blocks are kept until the workers have read them.
+        loaded: rows that were loaded instead of computed.
+        cause: why it was not logged; None: it was, as far as is known.
+    """
+
+    hold: bool
+    loaded: int
+    cause: str | None
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One request.
+
+    `running`: it holds blocks under `key`. `late`: it began without waiting any longer. `loading`: its blocks are being
+    filled beside the steps, and are not free before the workers say so, whatever becomes of the request.
+    """
+
+    request: NewRequest
+    key: TurnKey = _NO_TURN
+    previous: TurnKey = _NO_TURN
+    deadline: float = 0.0
+    ready: dict[Shard, Ready] = field(default_factory=dict)
+    late: bool = False
+    running: bool = False
+    loading: bool = False
+    local: int = 0
+    sent: int = 0
+    loaded: int = 0
+    cause: str | None = None
+
+    def turn_anew(self) -> None:
+        """Its blocks are gone: what follows is another turn."""
+        self.previous, self.key = self.key or self.previous, _NO_TURN
+        self.ready, self.late, self.running, self.loading, self.sent = {}, False, False, False, 0
+
+
+class StepPlanner:
+    """Follows all requests of one scheduler; makes one StepPlan a step."""
+
+    def __init__(self, options: PlannerOptions) -> None:
+        self._options = options
+        self._requests: dict[str, _Tracked] = {}
+        self._by_key: dict[TurnKey, _Tracked] = {}
+        self._keys = 0
+        self._held: dict[str, int] = {}
+        self._closes: list[CloseAsk] = []
+        self._opens: list[OpenAsk] = []
+        self._loads: list[LoadAsk] = []
+        self._renewed = False
+        self.unlogged: dict[str, int] = {}
+
+    def add(self, request: NewRequest) -> None:
+        """Take a request; it asks for its turn when the scheduler first looks at it."""
+        tracked = self._requests[request.name] = _Tracked(request)
+        if isinstance(request.turn, str):
+            self._drop(tracked, request.turn)
+
+    def matched(self, name: str, local: int, now: float) -> int | None:
+        """Rows that can be loaded beyond `local`, which the engine has; None: ask again.
+
+        May be asked any number of times; only the first one after an admission asks the daemon.
+        """
+        tracked = self._requests.get(name)
+        if tracked is None or tracked.cause is not None:
+            return 0
+        if tracked.running:  # it was preempted: it comes back without blocks
+            self._give_up_turn(tracked)
+        tracked.local = local
+        if tracked.key == _NO_TURN:
+            self._ask(tracked, now)
+            return None
+        if tracked.late:
+            return 0
+        if len(tracked.ready) < self._options.shards:
+            tracked.late = now > tracked.deadline
+            return 0 if tracked.late else None
+        if any(ready.start > local for ready in tracked.ready.values()):
+            return 0  # what was in blocks when it was asked has left them: there would be a hole
+        length = min(ready.length for ready in tracked.ready.values())
+        return max(0, min(length, len(tracked.request.tokens) - 1) - local)
+
+    def is_beside(self, external: int) -> bool:
+        """A load of so many rows is done beside the steps."""
+        return external > self._options.rows_at_once_max
+
+    def allocated(self, name: str, blocks: Sequence[int], external: int) -> None:
+        """The request got blocks, and will be computed from `local + external` on."""
+        tracked = self._requests.get(name)
+        if tracked is None or tracked.key == _NO_TURN:
+            return
+        tracked.running = True
+        if external:
+            tracked.loading = self.is_beside(external)
+            beside = name if tracked.loading else ""
+            length = tracked.local + external
+            self._loads.append(LoadAsk(tracked.key, tracked.local, length, tuple(blocks), beside))
+            tracked.loaded += external
+
+    def plan(self, scheduled: Iterable[Scheduled], preempted: Iterable[str]) -> StepPlan:
+        """Everything that the workers must know of this step."""
+        for name in preempted:
+            tracked = self._requests.get(name)
+            if tracked is not None and tracked.running:
+                self._give_up_turn(tracked)
+        rows = tuple(self._rows(each) for each in scheduled if self._is_followed(each.name))
+        plan = StepPlan(
+            tuple(self._closes), tuple(self._opens), tuple(self._loads), rows, renew=self._renewed
+        )
+        self._closes, self._opens, self._loads, self._renewed = [], [], [], False
+        return plan
+
+    def plan_loads(self) -> StepPlan:
+        """Only what must not be lost: rows that the scheduler counts as loaded from this step on."""
+        loads, self._loads = tuple(self._loads), []
+        return StepPlan(loads=loads)
+
+    def take(self, report: StepReport) -> list[str]:
+        """Take what the workers say. Returns: requests that were fenced: another node has their session."""
+        fenced = []
+        for ready in report.ready:
+            tracked = self._by_key.get(ready.key)
+            if tracked is not None:
+                tracked.ready[ready.shard] = ready
+        for dropped in report.dropped:
+            tracked = self._by_key.get(dropped.key)
+            if tracked is not None:
+                if dropped.cause == UnloggedReason.FENCED and tracked.cause is None:
+                    fenced.append(tracked.request.name)
+                self._drop(tracked, dropped.cause)
+        return fenced
+
+    def released(self, names: Iterable[str]) -> None:
+        """The workers have read the blocks of these finished requests."""
+        for name in names:
+            self._held.pop(name, None)
+
+    def finished(self, name: str, blocks: int) -> FinishedRequest:
+        """A request is over, or was aborted; it still holds so many blocks."""
+        tracked = self._requests.pop(name, None)
+        if tracked is None:
+            return FinishedRequest(hold=False, loaded=0, cause=None)
+        self._by_key.pop(tracked.key, None)
+        followed = tracked.key != _NO_TURN and tracked.cause is None
+        room = sum(self._held.values()) + blocks <= self._options.held_blocks_max
+        hold = followed and tracked.running and not tracked.loading and blocks > 0 and room
+        if tracked.key != _NO_TURN:
+            self._closes.append(CloseAsk(tracked.key, name if hold else "", forget=not tracked.request.named))
+        if hold:
+            self._held[name] = blocks
+        return FinishedRequest(hold, tracked.loaded, tracked.cause)
+
+    def renew(self) -> None:
+        """The weights may be others from now on: whoever holds rows of the old ones stays unlogged for good."""
+        for tracked in self._requests.values():
+            if tracked.running:
+                self._give_up_turn(tracked)
+                self._drop(tracked, UnloggedCause.OLD_WEIGHTS)
+            elif tracked.key != _NO_TURN:
+                self._give_up_turn(tracked)
+            tracked.previous = _NO_TURN
+        self._opens, self._loads, self._renewed = [], [], True
+
+    def _is_followed(self, name: str) -> bool:
+        tracked = self._requests.get(name)
+        return tracked is not None and tracked.running and tracked.cause is None
+
+    def _rows(self, each: Scheduled) -> RowsAt:
+        tracked = self._requests[each.name]
+        tracked.loading = False
+        tokens = tracked.request.tokens
+        known = len(tokens)
+        new = tuple(tokens[tracked.sent : known])
+        tracked.sent = max(tracked.sent, known)
+        length = watermark(each.computed, each.scheduled, known)
+        return RowsAt(tracked.key, tuple(each.blocks), each.anew, new, length)
+
+    def _ask(self, tracked: _Tracked, now: float) -> None:
+        self._keys += 1
+        tracked.key = TurnKey(self._keys)
+        tracked.deadline = now + self._options.wait_seconds
+        tokens = list(tracked.request.tokens)
+        tracked.sent = len(tokens)
+        self._by_key[tracked.key] = tracked
+        turn = tracked.request.turn
+        assert not isinstance(turn, str), "dropped when it was added"
+        self._opens.append(OpenAsk(tracked.key, turn, pack_tokens(tokens), tracked.local, tracked.previous))
+
+    def _give_up_turn(self, tracked: _Tracked) -> None:
+        """End the log at the cursor: the blocks belong to somebody else soon."""
+        self._by_key.pop(tracked.key, None)
+        self._closes.append(CloseAsk(tracked.key))
+        tracked.turn_anew()
+
+    def _drop(self, tracked: _Tracked, cause: str) -> None:
+        if tracked.cause is None:
+            tracked.cause = str(cause)
+            self.unlogged[tracked.cause] = self.unlogged.get(tracked.cause, 0) + 1

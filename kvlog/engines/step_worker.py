@@ -1,0 +1,420 @@
+"""The worker's side of a paged engine: carries out the planner's steps on the cache, through a Replicator.
+
+    before_step   closes (a last write while the blocks are still theirs), opens
+    load          verified rows into blocks, before the computation
+    after_step    new rows of all turns into the ring; turns that end with held blocks catch up
+    report        which turns were answered, and with how many verified rows
+
+What can be attached is copied and verified on a thread of its own before the scheduler hears of it: rows that do not
+verify shorten the answer and never come near a block, and a load cannot fail for want of bytes. None of these methods
+waits or raises: whatever goes wrong with one turn ends that turn.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvlog.engines.paged_rows import PagedRows
+from kvlog.engines.step_plan import Dropped, Ready, StepReport
+from kvlog.ids import NO_EPOCH
+from kvlog.link.messages import unpack_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from kvlog.engines.paged_rows import PagedStore
+    from kvlog.engines.replicator import Replicator
+    from kvlog.engines.step_plan import CloseAsk, LoadAsk, OpenAsk, RowsAt, StepPlan, TurnKey
+    from kvlog.engines.turns import PendingTurn, TurnHandle
+    from kvlog.ids import Epoch, Shard
+
+__all__ = ["StepWorker", "WorkerCounts", "WorkerOptions"]
+
+_STAGERS: Final = 2
+"""Threads that copy and verify: one is as fast as memory, the second keeps a short attach from waiting long."""
+
+_LEFT_MAX: Final = 1024
+"""Epochs of preempted turns that are remembered; a forgotten one lets its request claim its session back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """What one worker may spend.
+
+    Args:
+        hold_seconds: how long a finished request's blocks are held to write what is behind.
+        staging_bytes_max: verified rows that wait to be loaded, of all turns together; more are computed instead.
+    """
+
+    hold_seconds: float = 2.0
+    staging_bytes_max: int = 2 << 30
+
+
+@dataclass(slots=True)
+class WorkerCounts:
+    """What a worker has done since its start.
+
+    `rows_loaded`: verified and put into blocks. `load_failures`: loads whose blocks were given back to be computed.
+    `staging_refused`: attaches that the staging bound left out. `faults`: errors that nobody foresaw.
+    """
+
+    rows_loaded: int = 0
+    load_seconds: float = 0.0
+    load_failures: int = 0
+    staging_refused: int = 0
+    turns_unlogged: int = 0
+    faults: int = 0
+    call_seconds_max: float = 0.0
+
+
+class _Staged:
+    """Verified rows in private memory: the RowCache that an attach is loaded into."""
+
+    def __init__(self, row_bytes: int, skip: int, length: int) -> None:
+        self._row_bytes = row_bytes
+        self._skip = skip * row_bytes
+        self._memory = memoryview(bytearray(max(0, length - skip) * row_bytes))
+        self._seen = 0
+
+    @property
+    def length(self) -> int:
+        """Rows that have come, the skipped ones too."""
+        return self._seen // self._row_bytes
+
+    def load_rows(self, rows: memoryview) -> None:
+        """Keep what lies beyond the skipped rows."""
+        at, self._seen = self._seen - self._skip, self._seen + len(rows)
+        if at + len(rows) > 0:
+            begin = max(0, -at)
+            self._memory[at + begin : at + len(rows)] = rows[begin:]
+
+    def rows(self, start: int, end: int) -> memoryview:
+        """Rows [start, end), start not among the skipped."""
+        return self._memory[start * self._row_bytes - self._skip : end * self._row_bytes - self._skip]
+
+    def copy_rows(self, start: int, out: memoryview) -> None:
+        """As RowCache has it."""
+        out[:] = self.rows(start, start + len(out) // self._row_bytes)
+
+    def cut(self, length: int) -> None:
+        """As RowCache has it."""
+        self._seen = min(self._seen, length * self._row_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One turn on this worker."""
+
+    ask: OpenAsk
+    tokens: list[int]
+    rows: PagedRows
+    pending: PendingTurn | None = None
+    handle: TurnHandle | None = None
+    staging: Future[_Staged] | None = None
+    staged_bytes: int = 0
+    reported: bool = False
+    spoilt: bool = False
+    dropped: bool = False
+    closing: CloseAsk | None = None
+    until: float = 0.0
+
+
+class StepWorker:
+    """Carries out plans; used by the engine's computing thread.
+
+    Args:
+        start_replicator: gives a started replicator for a generation of weights; 0: those of the engine's start.
+        store: the cache.
+        shard: this worker's.
+        options: bounds.
+    """
+
+    def __init__(
+        self,
+        start_replicator: Callable[[int], Replicator],
+        store: PagedStore,
+        shard: Shard,
+        options: WorkerOptions,
+    ) -> None:
+        self._start_replicator = start_replicator
+        self._generation = 0
+        self._replicator = start_replicator(0)
+        self._store = store
+        self._shard = shard
+        self._options = options
+        self._entries: dict[TurnKey, _Entry] = {}
+        self._waiting: list[_Entry] = []
+        self._left: OrderedDict[TurnKey, Epoch] = OrderedDict()
+        self._stagers = ThreadPoolExecutor(_STAGERS, "kvlog-stage")
+        self._staged_bytes = 0
+        self._released: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._loading: dict[str, tuple[LoadAsk, Future[bool]]] = {}
+        self._received: set[str] = set()
+        self._dropped: list[Dropped] = []
+        self.counts = WorkerCounts()
+
+    def before_step(self, plan: StepPlan) -> None:
+        """End and begin turns, before anything is written to blocks."""
+        now = time.monotonic()
+        for close in plan.closes:
+            self._close(close, now)
+        if plan.renew:
+            self._renew(now)
+        for ask in plan.opens:
+            tokens = list(unpack_tokens(ask.tokens))
+            entry = self._entries[ask.key] = _Entry(ask, tokens, PagedRows(self._store))
+            self._waiting.append(entry)
+        self._begin_waiting()
+
+    def load(self, plan: StepPlan) -> None:
+        """Put verified rows into blocks."""
+        for ask in plan.loads:
+            staged = self._take_staged(ask)
+            if ask.beside and staged is not None:
+                self._loading[ask.beside] = (ask, self._stagers.submit(self._fill, ask, staged))
+                continue
+            self._loaded(ask, well=staged is not None and self._fill(ask, staged))
+            if ask.beside:
+                self._received.add(ask.beside)
+
+    def after_step(self, plan: StepPlan) -> None:
+        """Write the new rows of all turns into the ring."""
+        started = time.perf_counter()
+        for rows in plan.rows:
+            self._follow(rows)
+        self._write([entry for entry in self._entries.values() if entry.handle is not None])
+        now = time.monotonic()
+        for entry in [entry for entry in self._entries.values() if entry.closing is not None]:
+            if not self._may_write_more(entry) or now > entry.until:
+                self._end(entry, now)
+        self._begin_waiting()
+        self.counts.call_seconds_max = max(self.counts.call_seconds_max, time.perf_counter() - started)
+
+    def report(self) -> StepReport:
+        """What the planner has to know."""
+        now = time.monotonic()
+        ready = [said for entry in tuple(self._entries.values()) if (said := self._ready(entry, now))]
+        self._drop_unlogged()
+        dropped, self._dropped = tuple(self._dropped), []
+        return StepReport(tuple(ready), dropped)
+
+    def take_released(self) -> set[str]:
+        """Finished requests whose blocks are not needed any more."""
+        released, self._released = self._released, set()
+        return released
+
+    @property
+    def is_loading(self) -> bool:
+        """Blocks are being filled beside the steps."""
+        return bool(self._loading)
+
+    def take_received(self) -> set[str]:
+        """Requests whose load beside the steps is over, well or not; ask for failed blocks afterwards."""
+        for name, (ask, filling) in tuple(self._loading.items()):
+            if filling.done():
+                del self._loading[name]
+                self._received.add(name)
+                self._loaded(ask, well=filling.exception() is None and filling.result())
+        received, self._received = self._received, set()
+        return received
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks that were to be loaded and were not: they have to be computed."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def close(self) -> None:
+        """Leave the daemon; turns that are still open end there with the link."""
+        self._stagers.shutdown(wait=False, cancel_futures=True)
+        self._replicator.close()
+
+    @property
+    def replicator(self) -> Replicator:
+        """The one of the present weights."""
+        return self._replicator
+
+    # Turns
+
+    def _renew(self, now: float) -> None:
+        """End everything, and introduce ourselves to the daemon as another model."""
+        for entry in tuple(self._entries.values()):
+            self._end(entry, now)
+        self._waiting = []
+        # Not here: a connect in progress may take seconds to notice.
+        threading.Thread(target=self._replicator.close, name="kvlog-close", daemon=True).start()
+        self._generation += 1
+        self._replicator = self._start_replicator(self._generation)
+
+    def _begin_waiting(self) -> None:
+        """Begin turns whose session is not just being closed here: the daemon would answer that it is busy."""
+        closing = {entry.ask.request.session for entry in self._entries.values() if entry.closing is not None}
+        waiting, self._waiting = self._waiting, []
+        for entry in waiting:
+            if entry.ask.request.session in closing:
+                self._waiting.append(entry)
+                continue
+            continues = self._left.pop(entry.ask.previous, NO_EPOCH)
+            entry.pending = self._replicator.begin_turn(entry.ask.request, entry.tokens, continues=continues)
+
+    def _ready(self, entry: _Entry, now: float) -> Ready | None:
+        """Say once that a turn was answered, and how many rows were verified; copying them may take several steps."""
+        if entry.reported or entry.pending is None or entry.closing is not None:
+            return None
+        if entry.handle is None:
+            if not entry.pending.is_answered(now):
+                return None
+            entry.handle = entry.pending.settle()
+            self._stage(entry)
+        if entry.staging is not None and not entry.staging.done():
+            return None
+        entry.reported = True
+        length = 0 if entry.staging is None else self._staged_length(entry)
+        return Ready(entry.ask.key, self._shard, entry.ask.local, length, entry.handle.logged)
+
+    def _stage(self, entry: _Entry) -> None:
+        """Begin to copy and verify what lies beyond the engine's own prefix."""
+        assert entry.handle is not None, "answered"
+        row_bytes, local, length = self._store.row_bytes, entry.ask.local, entry.handle.attach_length
+        wanted = (length - local) * row_bytes
+        if wanted <= 0:
+            entry.handle.release()
+            return
+        if self._staged_bytes + wanted > self._options.staging_bytes_max:
+            self.counts.staging_refused += 1
+            entry.handle.release()
+            return
+        entry.staged_bytes = wanted
+        self._staged_bytes += wanted
+        entry.staging = self._stagers.submit(_stage, entry.handle, row_bytes, local, length)
+
+    def _staged_length(self, entry: _Entry) -> int:
+        assert entry.staging is not None, "it was staged"
+        if entry.staging.exception() is not None:
+            self.counts.faults += 1
+            return 0
+        return entry.staging.result().length
+
+    def _unstage(self, entry: _Entry) -> None:
+        self._staged_bytes -= entry.staged_bytes
+        entry.staging, entry.staged_bytes = None, 0
+
+    def _close(self, close: CloseAsk, now: float) -> None:
+        entry = self._entries.get(close.key)
+        if entry is None:
+            if close.held:
+                self._released.add(close.held)
+            return
+        entry.closing = close
+        if entry in self._waiting:
+            self._waiting.remove(entry)
+        if close.held and entry.handle is not None:
+            entry.until = now + self._options.hold_seconds
+            return
+        if entry.handle is not None:
+            self._write([entry])
+        self._end(entry, now)
+
+    def _end(self, entry: _Entry, now: float) -> None:
+        """End a turn at its cursor, and give its blocks up."""
+        close = entry.closing
+        self._entries.pop(entry.ask.key, None)
+        self._unstage(entry)
+        if entry.pending is not None:
+            handle = entry.handle or entry.pending.settle()
+            self._replicator.close_turn(handle, entry.rows, entry.tokens, until=now)
+            self._remember(entry.ask.key, handle.epoch)
+            if close is not None and close.forget and handle.was_logged and not handle.fenced.is_set():
+                self._replicator.forget(entry.ask.request.session)
+        if close is not None and close.held:
+            self._released.add(close.held)
+
+    def _remember(self, key: TurnKey, epoch: Epoch) -> None:
+        self._left[key] = epoch
+        if len(self._left) > _LEFT_MAX:
+            self._left.popitem(last=False)
+
+    def _drop_unlogged(self) -> None:
+        """Say of turns that no asking will ever log that they are over, and stop following them."""
+        for entry in tuple(self._entries.values()):
+            handle = entry.handle
+            if handle is None or entry.closing is not None or entry.dropped:
+                continue
+            reason = handle.reason
+            if reason is not None and (handle.fenced.is_set() or not reason.passes):
+                entry.dropped = True
+                self._dropped.append(Dropped(entry.ask.key, str(reason)))
+                self.counts.turns_unlogged += 1
+                if entry.staging is None:
+                    self._end(entry, time.monotonic())
+
+    # Rows
+
+    def _take_staged(self, ask: LoadAsk) -> _Staged | None:
+        """The verified rows of a load; None: they are not all there."""
+        entry = self._entries.get(ask.key)
+        if entry is None or entry.staging is None or not entry.staging.done():
+            return None
+        staged = entry.staging
+        self._unstage(entry)
+        if staged.exception() is not None or staged.result().length < ask.length:
+            return None
+        return staged.result()
+
+    def _fill(self, ask: LoadAsk, staged: _Staged) -> bool:
+        """Put rows into blocks. Returns: False if that failed: the blocks are computed instead."""
+        began = time.perf_counter()
+        try:
+            self._store.scatter(ask.blocks, ask.start, staged.rows(ask.start, ask.length))
+        except Exception:  # noqa: BLE001  # the adapter's top: generation never fails by it
+            self.counts.faults += 1
+            return False
+        self.counts.load_seconds += time.perf_counter() - began
+        return True
+
+    def _loaded(self, ask: LoadAsk, *, well: bool) -> None:
+        if well:
+            self.counts.rows_loaded += ask.length - ask.start
+            return
+        self.counts.load_failures += 1
+        size = self._store.block_size
+        self._failed_blocks |= set(ask.blocks[ask.start // size : -(-ask.length // size)])
+        entry = self._entries.get(ask.key)
+        if entry is not None:
+            entry.spoilt = True
+
+    def _follow(self, rows: RowsAt) -> None:
+        """The request has been computed up to the watermark."""
+        entry = self._entries.get(rows.key)
+        if entry is None:
+            return
+        entry.rows.take_blocks(rows.blocks, anew=rows.anew)
+        entry.tokens += rows.tokens
+        entry.rows.settle(0 if entry.spoilt else rows.length)
+        entry.spoilt = False
+        if entry.handle is None and entry.pending is not None:
+            entry.handle = entry.pending.settle()  # it began without waiting for the answer
+        if entry.staging is not None:  # and without what was staged
+            self._unstage(entry)
+        elif entry.handle is not None:
+            entry.handle.release()
+
+    def _write(self, entries: list[_Entry]) -> None:
+        active = [(entry.handle, entry.rows, entry.tokens) for entry in entries if entry.handle is not None]
+        if active:
+            self._replicator.after_step(active)
+
+    def _may_write_more(self, entry: _Entry) -> bool:
+        return entry.handle is not None and entry.handle.may_write_more(entry.rows)
+
+
+def _stage(handle: TurnHandle, row_bytes: int, skip: int, length: int) -> _Staged:
+    staged = _Staged(row_bytes, skip, length)
+    handle.load_into(staged)
+    return staged

@@ -1,0 +1,80 @@
+"""The keys of kv_connector_extra_config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from kvlog.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ConnectorSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorSettings:
+    """How the connector behaves; every field is a key of kv_connector_extra_config.
+
+    Args:
+        link: kvlogd's unix socket.
+        wait_seconds: how long a request waits at most for its session before it is computed instead; > 0.
+        hold_seconds: how long a finished request's blocks are held to write what is behind; ≥ 0.
+        hold_blocks_share: of all blocks, the share that may be held so; 0 to 1.
+        step_bytes: rows that one step writes at most, beside one row a session; ≥ 1.
+        staging_bytes: verified rows that wait to be loaded, of all sessions; ≥ 0.
+        load_step_bytes: a load of more bytes is done beside the steps instead of in one; ≥ 0.
+        any_version: serve a vLLM outside the tested window.
+    """
+
+    link: Path
+    wait_seconds: float = 2.0
+    hold_seconds: float = 2.0
+    hold_blocks_share: float = 0.1
+    step_bytes: int = 2 << 20
+    staging_bytes: int = 2 << 30
+    load_step_bytes: int = 8 << 20
+    any_version: bool = False
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, object]) -> Self:
+        """Read the keys.
+
+        Raises:
+            ConfigError: a key that does not exist, a value out of range, or no link.
+        """
+        known = {field.name for field in fields(cls)}
+        for name in extra:
+            if name not in known:
+                raise _bad(name, "there is no such key", f"use one of {', '.join(sorted(known))}")
+        link = extra.get("link")
+        if not isinstance(link, str) or not link:
+            raise _bad("link", "it is not given", "give the path of kvlogd's socket, as link.socket has it")
+        return cls(
+            link=Path(link),
+            wait_seconds=_number(extra, "wait_seconds", (0.01, 600.0)),
+            hold_seconds=_number(extra, "hold_seconds", (0.0, 600.0)),
+            hold_blocks_share=_number(extra, "hold_blocks_share", (0.0, 1.0)),
+            step_bytes=int(_number(extra, "step_bytes", (1, 1 << 40))),
+            staging_bytes=int(_number(extra, "staging_bytes", (0, 1 << 50))),
+            load_step_bytes=int(_number(extra, "load_step_bytes", (0, 1 << 50))),
+            any_version=extra.get("any_version", False) is True,
+        )
+
+
+# Slots hide the class's defaults behind descriptors: these are the values, read once.
+_DEFAULTS = {field.name: field.default for field in fields(ConnectorSettings)}
+
+
+def _number(extra: Mapping[str, object], key: str, bounds: tuple[float, float]) -> float:
+    value = extra.get(key, _DEFAULTS[key])
+    least, most = bounds
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise _bad(key, f"{value!r} is not a number from {least:g} to {most:g}", "correct it")
+    return value
+
+
+def _bad(key: str, problem: str, fix: str) -> ConfigError:
+    return ConfigError(setting=f"kv_connector_extra_config.{key}", problem=problem, fix=fix)

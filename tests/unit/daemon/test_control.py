@@ -1,0 +1,75 @@
+"""What an engine is told while the last turn of a session still lies in its ring."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from daemon.control import ControlOptions, EngineControl
+from daemon.turns import OpenTurnEntry, TurnRegistry
+from kvlog.buffers.ring import session_hash
+from kvlog.core import effects as fx
+from kvlog.ids import Epoch, NodeId, SessionId, Turn
+from kvlog.layout import DType, Layout
+from kvlog.link import messages as link
+from kvlog.modes import FULL
+
+S = SessionId("s")
+
+
+def control(turns: TurnRegistry, stepped: list[Any]) -> EngineControl:
+    """A control whose core only notes its inputs, and refuses turns as busy."""
+    handlers: dict[Any, Any] = {}
+
+    def step(what: Any) -> None:
+        stepped.append(what)
+        handlers[fx.TurnUnlogged](fx.TurnUnlogged(what.request, S, fx.UnloggedReason.BUSY, None))
+
+    shell = SimpleNamespace(
+        handle=handlers.__setitem__, step=step, core=SimpleNamespace(state=lambda _: None)
+    )
+    counted = SimpleNamespace(labels=lambda _: SimpleNamespace(inc=lambda: None))
+    telemetry = SimpleNamespace(say=lambda *_, **__: None, metrics=SimpleNamespace(turns_unlogged=counted))
+    parts: Any = SimpleNamespace(turns=turns, shell=shell, telemetry=telemetry)
+    pool: Any = SimpleNamespace(memory=SimpleNamespace(reader_fd=lambda: -1))
+    neighbours: Any = None
+    options = ControlOptions(
+        node=NodeId("n"), incarnation=bytes(16), ring_bytes=0, claim_wait_ms_max=1000, mode=FULL
+    )
+    return EngineControl(parts, pool, neighbours, options)
+
+
+def closing_entry(peer: Any) -> OpenTurnEntry:
+    """A turn that its engine has closed; 100 bytes of its ring are still to be read."""
+    layout = Layout(1, 2, 1, 4, DType.FLOAT32)
+    entry = OpenTurnEntry(peer, S, Turn(1), Epoch(1), FULL, layout, session_hash(S))
+    entry.closing_at = 100
+    return entry
+
+
+def ask(wait_ms: int) -> link.OpenTurn:
+    """A next turn."""
+    return link.OpenTurn(
+        link.RequestNumber(7), S, b"", link.DIGEST_NONE, Epoch(0), None, wait_ms, take_over=False
+    )
+
+
+async def test_open_turn_behind_a_closing_one_is_asked_again_not_refused_for_good() -> None:
+    """Rows that need longer than the request may wait are no other request: the answer passes."""
+    stepped: list[Any] = []
+    turns, peer = TurnRegistry(), SimpleNamespace(hello=SimpleNamespace(identity=None))
+    turns.add(closing_entry(peer))
+    answer = await control(turns, stepped).open_turn(peer, ask(20))  # type: ignore[arg-type]
+    assert isinstance(answer, link.TurnUnlogged)
+    assert (link.UnloggedReason.CLAIM_TIMEOUT, True, []) == (answer.reason, answer.reason.passes, stepped)
+
+
+async def test_open_turn_behind_a_closing_one_goes_on_when_it_is_closed() -> None:
+    """It waits for the rows, and then the core decides."""
+    stepped: list[Any] = []
+    turns, peer = TurnRegistry(), SimpleNamespace(hello=SimpleNamespace(identity=None))
+    turns.add(closing_entry(peer))
+    asyncio.get_running_loop().call_later(0.01, turns.pop, Turn(1))
+    await control(turns, stepped).open_turn(peer, ask(1000))  # type: ignore[arg-type]
+    assert 1 == len(stepped)

@@ -1,0 +1,105 @@
+"""The worker's half when something breaks that nobody foresaw, and what it has counted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvlog.engines.replicator import ReplicationCounts
+from kvlog.engines.step_plan import CloseAsk, LoadAsk, StepPlan, StepReport, TurnKey
+from kvlog.engines.step_worker import WorkerCounts
+from kvlog.engines.turns import LoadCounts
+from kvlog.engines.vllm_worker import WorkerHalf
+
+KEY = TurnKey(1)
+
+
+class Broken:
+    """A worker whose methods raise once they are told to."""
+
+    def __init__(self) -> None:
+        self.counts = WorkerCounts()
+        self.replicator = SimpleNamespace(counts=ReplicationCounts(), loads=LoadCounts())
+        self.closed = False
+        self.raises = False
+
+    def _do(self, *_: object) -> None:
+        if self.raises:
+            raise ZeroDivisionError
+
+    before_step = load = after_step = _do
+
+    def report(self) -> StepReport:
+        self._do()
+        return StepReport()
+
+    def take_released(self) -> set[str]:
+        return set()
+
+    is_loading = False
+
+    def take_received(self) -> set[str]:
+        return set()
+
+    def take_failed_blocks(self) -> set[int]:
+        return set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def half() -> tuple[Any, WorkerHalf]:
+    """A worker and its half."""
+    worker: Any = Broken()
+    return worker, WorkerHalf(worker)
+
+
+def test_unforeseen_error_never_reaches_the_engine() -> None:
+    """It ends replication on this worker, once, and counts."""
+    worker, one = half()
+    worker.raises = True
+    for do in (one.before_step, one.load, one.after_step):
+        do(StepPlan())
+    assert StepReport() == one.report()
+    assert (1, True) == (worker.counts.faults, worker.closed)
+
+
+def test_broken_worker_gives_every_held_block_back() -> None:
+    """Blocks held before, and those that it is asked to hold from then on."""
+    worker, one = half()
+    one.before_step(StepPlan(closes=(CloseAsk(KEY, "a"),)))
+    assert set() == one.take_released()
+    worker.raises = True
+    one.before_step(StepPlan(closes=(CloseAsk(KEY, "b"),)))
+    assert ({"a", "b"}, set()) == (one.take_released(), one.take_released())
+    one.before_step(StepPlan(closes=(CloseAsk(KEY, "c"),)))
+    assert {"c"} == one.take_released()
+
+
+def test_broken_worker_does_not_believe_in_a_load() -> None:
+    """Its blocks are computed."""
+    worker, one = half()
+    worker.raises = True
+    one.load(StepPlan(loads=(LoadAsk(KEY, 0, 20, (4, 7)),)))
+    assert ({4, 7}, set()) == (one.take_failed_blocks(), one.take_failed_blocks())
+
+
+def test_broken_worker_lets_nobody_wait_for_a_load() -> None:
+    """A load beside the steps that will never be done is over, and its blocks are computed."""
+    worker, one = half()
+    worker.raises = True
+    plan = StepPlan(loads=(LoadAsk(KEY, 0, 20, (4, 7), "a"),))
+    one.before_step(plan)
+    one.load(plan)
+    assert ({"a"}, {4, 7}, set()) == (one.take_received(), one.take_failed_blocks(), one.take_received())
+
+
+def test_increments_are_what_happened_since() -> None:
+    """And a new link begins at 0 without taking anything back."""
+    worker, one = half()
+    worker.counts.rows_loaded = 5
+    worker.replicator.counts.rows = 7
+    assert {"loaded_tokens": 5, "saved_tokens": 7} == one.take_increments()
+    assert {} == one.take_increments()
+    worker.replicator = SimpleNamespace(counts=ReplicationCounts(rows=2), loads=LoadCounts(failed=1))
+    assert {"saved_tokens": 2, "load_failures_unverified": 1} == one.take_increments()

@@ -1,0 +1,220 @@
+"""Two nodes with a vLLM each over one local log, and requests to them; whoever was killed is started anew on demand.
+
+A: blocks of 128, prefill in chunks of 64, loads within a step. B: blocks of 32, and so few that several long requests
+do not fit; loads beside the steps. C, when it is asked for: drafts from the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from tests.model.llama import random_folder
+from tests.nodes import Answer, Node, ask, daemon_config
+from tests.processes import die_with_parent
+from tests.vllm.servers import ROOT, LoggedSession, VllmServer, logged_session, vllm_python
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+__all__ = ["TAKE_OVER", "Fleet", "Row", "VllmNode", "prompt_of", "stock_client"]
+
+TAKE_OVER: Final = {"kvlog": {"take_over": True}}
+
+_NGRAM: Final = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+_OPTIONS: Final = {
+    "a": ("--max-num-batched-tokens", "64", "--middleware", "kvlog.engines.vllm_fence.FenceMiddleware"),
+    "b": ("--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "1024"),
+    "c": ("--speculative-config", json.dumps(_NGRAM)),
+}
+_EXTRA: Final[dict[str, dict[str, object]]] = {"a": {}, "b": {"load_step_bytes": 0}, "c": {}}
+
+_TOKENS_MAX: Final = {"a": 4096, "b": 1024, "c": 4096}
+
+
+def prompt_of(test: str) -> tuple[int, ...]:
+    """Gives 200 tokens of a test's own: what another test left in a prefix cache is of no use to it."""
+    return tuple((ord(test[position % len(test)]) + position * 37) % 250 for position in range(200))
+
+
+class VllmNode:
+    """A daemon and a vLLM server."""
+
+    def __init__(self, folder: Path, name: str, log_url: str) -> None:
+        self.daemon = Node(folder, name, daemon_config(folder, name, log_url))
+        self.server = VllmServer(folder, name, random_folder())
+        self._name = name
+        self._socket = folder / f"{name}.sock"
+
+    def launch(self) -> None:
+        """Start what does not run; the server is not there yet."""
+        daemon = self.daemon.daemon
+        if daemon is None or daemon.code is not None:
+            self.daemon.start_daemon()
+            self.daemon.wait_log()
+        if not self.server.is_running:
+            self.server.launch(self._socket, *_OPTIONS[self._name], **_EXTRA[self._name])
+
+    def kill(self) -> None:
+        """The whole node dies at once: the daemon has no time to save what the server left in the ring."""
+        self.daemon.signal(signal.SIGKILL)
+        self.server.kill()
+        self.daemon.kill()
+
+    def stream(self, session: str, tokens: Sequence[int], count: int, **body: object) -> Any:
+        """Stream a greedy answer."""
+        return ask(
+            self.server.url,
+            model="m",
+            prompt=list(tokens),
+            max_tokens=count,
+            temperature=0,
+            ignore_eos=True,
+            session_id=session,
+            **body,  # type: ignore[arg-type]
+        )
+
+    def answer(self, session: str, tokens: Sequence[int], count: int, **body: object) -> list[int]:
+        """A whole answer's tokens."""
+        answers: list[Answer] = list(self.stream(session, tokens, count, **body))
+        assert answers[-1].error is None, answers[-1].error
+        assert len(answers[-1].tokens) == count
+        return answers[-1].tokens
+
+    def answer_until(
+        self, session: str, tokens: Sequence[int], many: int, do: Callable[[], None], **body: object
+    ) -> list[int]:
+        """Stream until so many tokens have come, do something, and give what had come by then."""
+        most = _TOKENS_MAX[self._name] - len(tokens)
+        for answer in self.stream(session, tokens, most, **body):
+            if len(answer.tokens) >= many:
+                shown = list(answer.tokens)
+                do()
+                return shown
+        raise AssertionError(f"the answer ended before {many} tokens: {answer.error}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the scenario table."""
+
+    scenario: str
+    known: int
+    loaded: int
+    kv_equal: bool
+    tokens_equal: bool
+
+    def __str__(self) -> str:
+        """As it is printed."""
+        counts = f"{self.known:6} {self.loaded:7} {self.known - self.loaded:9}"
+        return f"{self.scenario:44} {counts} {self.kv_equal!s:>9} {self.tokens_equal!s:>13}"
+
+
+def stock_client(
+    node: VllmNode, session: str, tokens: Sequence[int], count: int, *, take_over: bool = False
+) -> Iterator[int]:
+    """Stream an answer with the `openai` package, which is where vLLM is; ends when the stream does, or breaks."""
+    given = [node.server.url, session, "yes" if take_over else "no", json.dumps(list(tokens)), str(count)]
+    with subprocess.Popen(
+        [str(vllm_python()), "-m", "tests.vllm.openai_client", *given],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=die_with_parent,
+    ) as client:
+        assert client.stdout is not None
+        yield from map(int, client.stdout)
+
+
+class Fleet:
+    """Nodes A and B. `table`: what each kill cost, and `notes`: both are printed at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log_url = f"file://{folder}/log"
+        self._nodes = {name: VllmNode(folder, name, self.log_url) for name in "abc"}
+        self.table: list[Row] = []
+        self.notes: list[str] = []
+        self._answers: dict[str, list[int]] = {}
+
+    @property
+    def a(self) -> VllmNode:
+        """Node A, serving."""
+        return self.serving("a")
+
+    @property
+    def b(self) -> VllmNode:
+        """Node B, serving."""
+        return self.serving("b")
+
+    def node(self, name: str) -> VllmNode:
+        """A node as it is, dead or alive."""
+        return self._nodes[name]
+
+    def undisturbed(self, prompt: Sequence[int], count: int) -> tuple[list[int], LoggedSession]:
+        """What an undisturbed run answers, alone on A, and what the log holds of it: what its blocks held."""
+        session = f"undisturbed-{hash(tuple(prompt))}-{count}"
+        if session not in self._answers:
+            self._answers[session] = self.a.answer(session, prompt, count)
+            turn = self.node("a").server.last_turn(session)
+            assert turn["digests"] == self.logged(session).digests(turn["length"])
+        return self._answers[session], self.logged(session)
+
+    def logged(self, session: str) -> LoggedSession:
+        """A session as the log has it."""
+        return logged_session(self.log_url, session, self.folder)
+
+    def at_once(self, *calls: Callable[[], object]) -> None:
+        """Run all of them together, each on a thread."""
+        failures: list[BaseException] = []
+
+        def run(call: Callable[[], object]) -> None:
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 - told below
+                failures.append(error)
+
+        threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def close(self) -> None:
+        """End everything, and note what the connector's calls have cost."""
+        for name, node in self._nodes.items():
+            self._note_calls(name, node)
+            node.server.kill()
+            node.daemon.close()
+
+    def _note_calls(self, name: str, node: VllmNode) -> None:
+        turn = node.server.newest_turn()
+        if turn is None:
+            return
+        counts = turn["replicator"]
+        mean = 1e6 * counts["hook_seconds"] / max(1, counts["steps"])
+        longest = ", ".join(f"{call} {ms:.2f}" for call, ms in turn["longest_ms"].items() if ms)
+        self.notes.append(
+            f"node {name}: hook {mean:.0f} us a step (mean of {counts['steps']}); longest, ms: {longest}"
+        )
+
+    def serving(self, name: str) -> VllmNode:
+        """A node by its name, serving."""
+        for each in "ab" if name in "ab" else name:  # both at once: they start side by side
+            self._nodes[each].launch()
+        self._nodes[name].server.wait_ready()
+        return self._nodes[name]

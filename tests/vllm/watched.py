@@ -1,0 +1,76 @@
+"""The connector, watched: runs inside vLLM's processes and writes what its blocks held and what it counted to a file.
+
+Digests are taken when a turn ends, before anything is written to its blocks: production code needs no door for tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvlog.engines.kv_digests import layer_digests
+from kvlog.engines.vllm import KvlogConnector
+
+__all__ = ["WatchedConnector"]
+
+_CALLS = (
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_save",
+    "get_finished",
+    "build_connector_worker_meta",
+)
+
+
+class WatchedConnector(KvlogConnector):
+    """Appends one JSON line to KVLOG_TEST_WATCH for each turn that ends."""
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Look at the blocks of turns that end, then go on."""
+        for close in kv_connector_metadata.plan.closes:
+            self._say(close)
+        self._timed("handle_preemptions", kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Take the time."""
+        self._timed("start_load_kv", forward_context, **kwargs)
+
+    def wait_for_save(self) -> None:
+        """Take the time."""
+        self._timed("wait_for_save")
+
+    def _timed(self, name: str, *args: Any, **kwargs: Any) -> None:
+        began = time.perf_counter()
+        getattr(super(), name)(*args, **kwargs)
+        longest = self.__dict__.setdefault("watched_ms", dict.fromkeys(_CALLS, 0.0))
+        longest[name] = max(longest[name], 1000 * (time.perf_counter() - began))
+
+    def _say(self, close: Any) -> None:
+        worker = self._working.worker
+        entry = worker._entries.get(close.key)
+        if entry is None:
+            return
+        layout = worker._replicator._identity.layout
+        rows, handle = entry.rows, entry.handle
+        line = {
+            "session": entry.ask.request.session,
+            "key": close.key,
+            "held": bool(close.held),
+            "length": rows.length,
+            "tokens": entry.tokens[: rows.length],
+            "digests": layer_digests(rows, layout, rows.length),
+            "logged": handle is not None and handle.logged,
+            "log_from": None if handle is None else handle.log_from,
+            "reason": None if handle is None else str(handle.reason),
+            "attach_length": None if handle is None else handle.attach_length,
+            "worker": asdict(worker.counts),
+            "replicator": asdict(worker._replicator.counts),
+            "loads": asdict(worker._replicator.loads),
+            "longest_ms": self.__dict__.get("watched_ms"),
+        }
+        with Path(os.environ["KVLOG_TEST_WATCH"]).open("a") as file:
+            file.write(json.dumps(line) + "\n")
