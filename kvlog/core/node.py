@@ -257,9 +257,8 @@ class NodeCore:
             return ()
         claim = self._claims.get(happened.session)
         if claim is not None and (primary is None or claim.takeover.phase is Phase.CLAIMED):
-            claim.ending = (
-                happened.reason
-            )  # also of what we own: behind a newer claim of ours, an End would be stale
+            # Also of what we own: behind a newer claim of ours, an End would be stale.
+            claim.ending = happened.reason
         if primary is not None:
             return self._end(primary, happened.reason)
         if claim is not None or self._stopping or self._is_overloaded():
@@ -327,8 +326,6 @@ class NodeCore:
                 claim.asked = None
         out.extend(e for p in self._owned for e in self._end_turn(p, TurnEndReason.STOPPING))
         return tuple(out)
-
-    # Private
 
     def state(self, session: SessionId) -> SessionState | None:
         """The session as folded; to be read only. None if this node knows nothing of it."""
@@ -476,8 +473,11 @@ class NodeCore:
         return self._lose(primary, tenure, reason) if primary else ()
 
     def _lose(self, primary: PrimaryCore, tenure: Tenure, reason: TurnEndReason) -> tuple[Effect, ...]:
+        """An End that may be lost is said again, under a new claim: who forgets a session says so once."""
         turn = self._forget(primary, tenure)
-        return (TurnEnded(turn, primary.session, reason),) if turn is not None else ()
+        ended = (TurnEnded(turn, primary.session, reason),) if turn is not None else ()
+        again = primary.end_again if tenure in (Tenure.LOST, Tenure.REFUSED) else None
+        return ended + (self._end_session(again) if again is not None else ())
 
     def _fence(self, primary: PrimaryCore, newer: Epoch) -> tuple[Effect, ...]:
         turn = self._forget(primary, Tenure.FENCED)

@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING
 
 from kvlog.checksums import checksum
 from kvlog.core.effects import AppendRecord, TurnAcknowledged
+from kvlog.core.inputs import EndSession
 from kvlog.core.session import SessionState, Standing, fold, judge, next_chain
+from kvlog.core.takeover import Claimant
 from kvlog.core.verdicts import Verdict
 from kvlog.ids import FIRST_POSITION, Position, Seq
-from kvlog.records import Delta, End, Entry, Truncate
+from kvlog.records import Delta, End, EndReason, Entry, Truncate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from kvlog.core.inputs import EncodedRows
     from kvlog.ids import Digest, Partition, SessionId, Shard, Turn
     from kvlog.limits import Limits
-    from kvlog.records import Claim, EndReason, Record
+    from kvlog.records import Claim, Record
 
 __all__ = ["TRANSITIONS", "PrimaryCore", "Tenure"]
 
@@ -78,7 +80,16 @@ class _OpenTurn:
 class PrimaryCore:
     """The writing side of one session under one epoch."""
 
-    __slots__ = ("_claim", "_header_bytes", "_limits", "_partition", "_projected", "_tenure", "_turn")
+    __slots__ = (
+        "_claim",
+        "_ending",
+        "_header_bytes",
+        "_limits",
+        "_partition",
+        "_projected",
+        "_tenure",
+        "_turn",
+    )
 
     def __init__(
         self,
@@ -95,6 +106,7 @@ class PrimaryCore:
         self._limits = limits
         self._tenure = Tenure.OWNED
         self._turn: _OpenTurn | None = None
+        self._ending: EndReason | None = None
 
     @classmethod
     def from_claim(
@@ -230,8 +242,17 @@ class PrimaryCore:
         first = (Truncate(claim.session, claim.epoch, claim.writer, seq, Position(0)),) if seq == 0 else ()
         end = End(claim.session, claim.epoch, claim.writer, Seq(seq + len(first)), reason)
         sent = self._send(*first, end, payload=_NO_PAYLOAD)
-        self._turn = None
+        self._turn, self._ending = None, reason
         return sent
+
+    @property
+    def end_again(self) -> EndSession | None:
+        """What is to be done if the End that was sent is lost; None: none was, or only the owner may say it (TTL)."""
+        if self._ending is None or self._ending is EndReason.TTL:
+            return None
+        claim = self._claim
+        claimant = Claimant(claim.node, claim.writer, claim.identity, claim.context)
+        return EndSession(claim.session, self._ending, claimant)
 
     @property
     def ended(self) -> bool:

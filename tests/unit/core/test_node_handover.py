@@ -9,16 +9,18 @@ import pytest
 from kvlog.core.effects import (
     AppendRecord,
     ReadWatermark,
+    SessionEnded,
     TurnEnded,
     TurnFenced,
     TurnOpened,
 )
+from kvlog.core.inputs import AppendFailed, CloseTurn
 from kvlog.core.session import Standing
 from kvlog.core.standby import StandbyCore
 from kvlog.ids import Epoch, Offset, Partition, Position, SessionId, Shard, Turn
 from kvlog.limits import TINY
 from kvlog.records import End, EndReason
-from tests.unit.core.cluster import Cluster, Machine, owners, told
+from tests.unit.core.cluster import Cluster, Machine, claims_in, owners, told
 from tests.unit.core.logbook import read_to
 
 if TYPE_CHECKING:
@@ -81,6 +83,54 @@ def test_end_is_given_up_with_its_takeover(a: Machine) -> None:
     assert (0, []) == (a.core.takeovers_in_flight, a.asked)
     assert [TurnOpened] == [type(effect) for effect in told(a.own(1))]
     assert (["A"], []) == (owners(a), a.sent)
+
+
+def test_forgotten_session_is_ended_although_its_end_was_lost(a: Machine) -> None:
+    """Who forgets a session says so once: it is claimed anew, and ended under that claim."""
+    a.own(1)
+    a.write(1)
+    a.step(CloseTurn(Turn(1)))
+    a.end()
+    assert [ASKS] == a.lose()
+    a.answer()
+    a.land()
+    a.read()
+    a.land()
+    assert any(isinstance(effect, SessionEnded) for effect in a.read())
+    assert ([], 0) == (owners(a), a.core.takeovers_in_flight)
+
+
+def test_forgotten_session_is_ended_although_a_claim_of_unknown_outcome_lands_before_the_end(
+    a: Machine,
+) -> None:
+    """The End is stale behind the claim that a rewrite had sent, and given up before it was known to stand."""
+    a.own(1)
+    a.write(1)
+    a.step(CloseTurn(Turn(1)))
+    a.rewrite()
+    a.answer()
+    (claim,) = claims_in(a)
+    a.land()
+    a.step(AppendFailed(claim))
+    a.end()
+    a.land()
+    a.read()
+    a.answer()
+    a.land()
+    a.read()
+    a.land()
+    a.read()
+    assert Standing.ENDED is a.state().standing  # type: ignore[union-attr]
+    assert ([], 0) == (owners(a), a.core.takeovers_in_flight)
+
+
+def test_session_whose_time_is_over_is_not_claimed_back_to_end_it(a: Machine) -> None:
+    """Only its owner ends a session that nobody uses; retention ends it as well."""
+    a.own(1)
+    a.write(1)
+    a.step(CloseTurn(Turn(1)))
+    a.end(reason=EndReason.TTL)
+    assert ([], []) == (a.lose(), owners(a))
 
 
 def test_ended_session_is_claimed_like_a_new_one(a: Machine) -> None:
