@@ -188,6 +188,9 @@ class RewritePlanner:
             return True
         partition = self._parts.partition_of(session)
         spent = self._spent.setdefault(partition, deque())
-        while spent and spent[0][0] < self._parts.arrivals.bytes_read(partition) - 2 * most:
+        now = self._parts.arrivals.bytes_read(partition)
+        if spent and spent[-1][0] > now:
+            spent.clear()  # of a log that was replaced since
+        while spent and spent[0][0] < now - 2 * most:
             spent.popleft()
         return size + sum(one for _, one in spent) <= most

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvlog.core import effects as fx
-from kvlog.core.inputs import CloseTurn
-from kvlog.ids import Position
+from kvlog.core.inputs import CloseTurn, LogReplacedRead
+from kvlog.ids import Offset, Position
 from kvlog.records import Claim, Codec, Delta, Truncate
-from tests.unit.daemon.rewriting_bench import ROW, SHARDS, Bench, S, encoded, rows
+from tests.unit.daemon.rewriting_bench import ROW, SHARDS, Bench, P, S, encoded, rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -232,6 +232,27 @@ def test_log_of_few_bytes_is_not_filled_by_rewriting() -> None:
             await bench.rewriter.look()
             assert expected == bench.figure("kvlog_rewrites_total", outcome="done")
         assert 1 == skipped(bench, "log_too_small")
+
+    run(body, size_bytes=int(2.5 * ROWS * 2 / 0.75))
+
+
+def test_log_that_was_replaced_owes_nothing_for_the_one_before() -> None:
+    """What was spent of the old log's bytes does not keep sessions from being logged again in the new one."""
+
+    async def body(bench: Bench) -> None:
+        await bench.turn(TOKENS)
+        for _ in range(2):
+            bench.age(800)
+            bench.rewriter._not_before.clear()
+            await bench.rewriter.look()
+        bench.log.clear()
+        bench.arrivals.forget(P)
+        bench.shell.step(LogReplacedRead(P, Offset(0)))
+        await bench.turn(TOKENS)
+        bench.age(800)
+        bench.rewriter._not_before.clear()
+        await bench.rewriter.look()
+        assert 3 == bench.figure("kvlog_rewrites_total", outcome="done")
 
     run(body, size_bytes=int(2.5 * ROWS * 2 / 0.75))
 
