@@ -54,6 +54,7 @@ class NodeIndex:
         self._claims: deque[SessionRow] = deque(maxlen=_CLAIMS_MAX)
         self._broken: set[SessionId] = set()
         self._beat = 0
+        self._leaving = False
         self._written_at = float("-inf")
         self._written_busy: tuple[int, ...] = ()
         self.metrics_address = ""
@@ -113,16 +114,17 @@ class NodeIndex:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def say_goodbye(self, log: Log) -> None:
-        """The last heartbeat.
+        """The last heartbeat; who still beats meanwhile says it as well.
 
         Raises:
             LogUnavailable: it is not there; others notice by the silence.
             OutcomeUnknown: it may not be there.
         """
+        self._leaving = True
         async with asyncio.timeout(_GOODBYE_SECONDS):
             table = await log.table(NODES)
             self._beat += 1
-            await table.put(self._node.encode(), encode_row(self._row(leaving=True)))
+            await table.put(self._node.encode(), encode_row(self._row()))
 
     async def _write_what_is_due(self, nodes: Table, sessions: Table) -> None:
         now, busy = time.monotonic(), self._turns.busy_hashes(_BUSY_MAX)
@@ -131,7 +133,7 @@ class NodeIndex:
             self._written_at = now
         elif busy == self._written_busy and not self._claims:
             return
-        await nodes.put(self._node.encode(), encode_row(self._row(leaving=False)))
+        await nodes.put(self._node.encode(), encode_row(self._row()))
         self._written_busy = busy
         while self._claims:
             row = self._claims[0]
@@ -151,13 +153,13 @@ class NodeIndex:
                 fix="give each daemon a node.id of its own",
             )
 
-    def _row(self, *, leaving: bool) -> NodeRow:
+    def _row(self) -> NodeRow:
         core = self._shell.core
         return NodeRow(
             node=self._node,
             incarnation=self._writer.hex(),
             beat=self._beat,
-            leaving=leaving,
+            leaving=self._leaving,
             pid=os.getpid(),
             host=socket.gethostname(),
             metrics=self.metrics_address,

@@ -1,4 +1,4 @@
-"""The heartbeat: that it begins although the log is lost just before."""
+"""The heartbeat: that it begins although the log is lost just before, and that the goodbye is the last word."""
 
 from __future__ import annotations
 
@@ -45,21 +45,26 @@ class FlakyLog:
         self.written.set()
 
 
-async def test_log_lost_between_its_opening_and_the_first_heartbeat_does_not_end_the_daemon() -> None:
-    """The tables are asked for again, and what was given already is not asked for twice."""
+def make_index() -> NodeIndex:
+    """The index of a node that has nothing."""
     counts = SimpleNamespace(free=1)
     pool = SimpleNamespace(
         geometry=SimpleNamespace(size_bytes=8, block_bytes=4),
         blocks=SimpleNamespace(ledger=SimpleNamespace(counts=counts)),
     )
     core = SimpleNamespace(primaries=lambda: iter(()), partitions={})
-    index = NodeIndex(
+    return NodeIndex(
         cast("NodeShell", SimpleNamespace(core=core)),
         cast("BlockPool", pool),
         cast("TurnRegistry", SimpleNamespace(busy_hashes=lambda _most: ())),
         Telemetry("a"),
         Myself(NodeId("a"), Writer(bytes(16)), lambda _: Partition(0), lambda _: b""),
     )
+
+
+async def test_log_lost_between_its_opening_and_the_first_heartbeat_does_not_end_the_daemon() -> None:
+    """The tables are asked for again, and what was given already is not asked for twice."""
+    index = make_index()
     index.needed, index.truncated = {3: 40}, 2
     log = FlakyLog()
     running = asyncio.create_task(index.run(cast("Log", log)))
@@ -71,3 +76,19 @@ async def test_log_lost_between_its_opening_and_the_first_heartbeat_does_not_end
     assert [NODES, "sessions"] == log.handed_out
     row = decode_node(log.rows[b"a"] or b"")
     assert (1, {3: 40}, 2) == (row.beat, row.needed, row.truncated)
+
+
+async def test_beat_after_the_goodbye_does_not_take_it_back() -> None:
+    """The log is closed a while after the goodbye, and who reads the last row must not wait for a node that is gone."""
+    index, log = make_index(), FlakyLog()
+    log.asked = {NODES, "sessions"}
+    await index.say_goodbye(cast("Log", log))
+    log.written.clear()
+    running = asyncio.create_task(index.run(cast("Log", log)))
+    async with asyncio.timeout(5):
+        await log.written.wait()
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    row = decode_node(log.rows[b"a"] or b"")
+    assert (2, True) == (row.beat, row.leaving)
