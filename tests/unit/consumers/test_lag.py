@@ -251,7 +251,8 @@ def test_lag_for_a_person_fits_the_terminal(
     written(tmp_path, node("node-a", applied=6), node("node-b", applied=0))
     assert 0 == main(["lag", "--log", str(tmp_path), *QUICK])
     shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= int(columns)
+    lines = [line for line in shown.splitlines() if str(tmp_path) not in line]  # a path is never cut
+    assert max(map(len, lines)) <= int(columns)
     assert all(word in shown for word in ("node-a", "silent", "lag by session: 1 behind", "PARTITION"))
 
 
