@@ -76,6 +76,7 @@ class Rewriter:
         self._work: _Work | None = None
         self._not_before: dict[SessionId, float] = {}
         self._said: dict[SessionId, tuple[SkipReason, Offset | None]] = {}
+        self._rotten: dict[SessionId, Offset | None] = {}
         shell = parts.shell
         shell.divert(TurnOpened, self._opened)
         shell.divert(TurnUnlogged, self._unlogged)
@@ -95,6 +96,7 @@ class Rewriter:
         owned = set(due)
         self._not_before = {s: at for s, at in self._not_before.items() if s in owned}
         self._said = {s: said for s, said in self._said.items() if s in owned}
+        self._rotten = {s: offset for s, offset in self._rotten.items() if s in owned}
         for session in due:
             now = time.monotonic()
             if self._not_before.get(session, now) <= now:
@@ -102,6 +104,8 @@ class Rewriter:
                 await self._rewrite(session)
 
     async def _rewrite(self, session: SessionId) -> None:
+        if session in self._rotten and self._rotten[session] == self._last_offset(session):
+            return  # nothing was written since: another claim would find the same rows
         plan = self._planner.plan(session)
         if plan is None:
             return  # it is in use
@@ -134,6 +138,7 @@ class Rewriter:
             self._work = self._evictor.rewritten = None
             self._parts.shell.step(CloseTurn(work.opened.turn))
         if work.over == SkipReason.ROTTEN.value:
+            self._rotten[session] = self._last_offset(session)
             self._skip(session, SkipReason.ROTTEN)
             return
         metrics = self._parts.telemetry.metrics
@@ -219,6 +224,10 @@ class Rewriter:
         attached, rows = Attachment(pinned.row_bytes, (named,), checksums), bytearray()
         copy_attached(self._pool.memory.view, self._pool.geometry, attached, rows.extend)
         return memoryview(rows)
+
+    def _last_offset(self, session: SessionId) -> Offset | None:
+        state = self._parts.shell.core.state(session)
+        return state.last_offset if state is not None else None
 
     def _release(self, work: _Work) -> None:
         for pinned in work.pinned:

@@ -207,6 +207,27 @@ def test_rotten_row_is_noticed_before_anything_is_cut() -> None:
     run(body)
 
 
+def test_rotten_session_is_claimed_again_only_when_it_was_written_since() -> None:
+    """Each try is a claim in the log and a pass over all of its rows, and would find the same row."""
+
+    async def body(bench: Bench) -> None:
+        await bench.turn(TOKENS)
+        bench.age(800)
+        view = bench.pool.memory.view
+        view[bytes(view).index(rows(1, 120, 121))] ^= 1
+        claims = []
+        for tokens in (None, None, (*TOKENS, 7)):
+            if tokens is not None:
+                await bench.turn(tokens, start=len(TOKENS))
+            bench.age(800)
+            bench.rewriter._not_before.clear()
+            await bench.rewriter.look()
+            claims.append(sum(isinstance(entry.record, Claim) for entry in bench.log))
+        assert [2, 2, 3] == claims
+
+    run(body)
+
+
 def test_session_that_nobody_has_used_for_long_may_go() -> None:
     """Else no session would ever leave the log."""
 
