@@ -54,6 +54,8 @@ class LagWatch:
         for partition, bounds in zip(partitions, (each.result() for each in found), strict=True):
             meter = self._meters.setdefault(partition, LagMeter())
             self._telemetry.metrics.show_lag(partition, meter.observe(self._sample(partition, bounds)))
+        self._index.needed = {int(p): int(one.offset) for p, one in self._needed.items()}
+        self._index.truncated = sum(one.sessions_truncated for one in self._needed.values())
         self._telemetry.metrics.sessions_truncated.set(self._index.truncated)
 
     def _sample(self, partition: Partition, bounds: PartitionBounds | None) -> LagSample:
@@ -74,10 +76,7 @@ class LagWatch:
             self._look_again[partition] = now + len(first) / _SESSIONS_A_SECOND
             known = [offset for offset in first if offset is not None]
             self._needed[partition] = needed_of(known, applied=core.applied, log_start=log_start)
-        seen = self._needed[partition]
-        self._index.needed = {int(p): int(one.offset) for p, one in self._needed.items()}
-        self._index.truncated = sum(one.sessions_truncated for one in self._needed.values())
-        return seen
+        return self._needed[partition]
 
 
 async def _bounds(log: Log, partition: Partition) -> PartitionBounds | None:
