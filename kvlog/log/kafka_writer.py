@@ -74,7 +74,8 @@ class KafkaWriter:
         self._busy: Counter[int] = Counter()
         self._producer: ProducerId | None = None
         self._asking = asyncio.Lock()
-        self._refused: ConfigError | None = None
+        self._other_partitions: ConfigError | None = None
+        self._too_small: ConfigError | None = None
         self._trouble: KvlogError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking = False
@@ -86,6 +87,10 @@ class KafkaWriter:
     def trouble(self) -> KvlogError | None:
         """See base.LogWriter.trouble."""
         return self._refused or self._trouble
+
+    @property
+    def _refused(self) -> ConfigError | None:
+        return self._other_partitions or self._too_small
 
     @property
     def pending_bytes(self) -> int:
@@ -307,7 +312,7 @@ class KafkaWriter:
         self._topic = replace(self._topic, message_bytes_max=limit)
         self._batch_bytes_max = min(options.batch_bytes_max, limit)
         is_ours = self._topic.name == records_topic(options.topic_prefix)
-        self._refused = (
+        self._too_small = (
             too_small(self._topic.name, limit=limit, needed=needed, bootstrap=options.bootstrap)
             if is_ours and limit < needed
             else None
@@ -391,20 +396,29 @@ class KafkaWriter:
             self._leaders = {}
             raise LogUnavailable(where=self._link.where, problem=f"topic {self._topic.name} does not exist")
         if len(seen.leaders) != self._topic.partitions:
-            self._refused = ConfigError(
-                setting="log.partitions",
-                problem=f"topic {self._topic.name} has {len(seen.leaders)} partitions, had {self._topic.partitions}",
-                fix="set another log.topic_prefix on all nodes; P never changes for a topic",
-            )
-            self._lose_all(str(self._refused), silently=False)
+            self._stop_for_partitions(len(seen.leaders))
         elif seen.topic_id != self._topic.topic_id:
             old = show_topic_id(self._topic.topic_id)
             self._topic = replace(self._topic, topic_id=seen.topic_id)
             new = show_topic_id(seen.topic_id)
+            self._other_partitions = None
             self._give_up(f"topic {self._topic.name} was recreated: its id was {old} and is {new}")
-        elif self._refused is not None:
-            await self._see_limit()
+        else:
+            self._other_partitions = None
+            if self._too_small is not None:
+                await self._see_limit()
         self._leaders = seen.leaders
+
+    def _stop_for_partitions(self, partitions: int) -> None:
+        """Nothing is taken until the number is ours again; then under a fresh producer, as the sequences begin anew."""
+        if self._other_partitions is not None:
+            return
+        self._other_partitions = ConfigError(
+            setting="log.partitions",
+            problem=f"topic {self._topic.name} has {partitions} partitions, had {self._topic.partitions}",
+            fix="set another log.topic_prefix on all nodes; P never changes for a topic",
+        )
+        self._give_up(str(self._other_partitions))
 
 
 def _refused(row_bytes: int, record_bytes_max: int) -> asyncio.Future[Offset]:

@@ -243,6 +243,36 @@ async def test_another_number_of_partitions_stops_the_writer(link: FakeLink, wri
         await append(writer, P0, b"y")
 
 
+@pytest.mark.parametrize("limit", [None, 1_000_000])
+@pytest.mark.parametrize("topic_id", [BOUND.topic_id, bytes(16)])
+async def test_number_of_partitions_that_is_ours_again_is_written_under_a_fresh_producer(
+    link: FakeLink, monkeypatch: pytest.MonkeyPatch, topic_id: bytes, limit: int | None
+) -> None:
+    """Also where we may not read the topic's settings. Numbers from 0 under the old producer would be duplicates."""
+    monkeypatch.setattr("kvlog.log.kafka_writer._LOOK_REFUSED_SECONDS", 0.0)
+    take, link.limit = link.produce, limit
+    writer = await started(link)
+    assert 0 == await (await append(writer, P0, b"before"))
+    link.produce = lambda _: (Code.NOT_LEADER_OR_FOLLOWER, -1)
+    link.topic = seen(0, 0, 0, 0)
+    with pytest.raises(OutcomeUnknown):
+        await asyncio.wait_for(await append(writer, P0, b"x"), 5)
+    link.topic, link.produce = seen(0, 0, 1, topic_id=topic_id), take
+    future = None
+    async with asyncio.timeout(5):
+        while future is None:
+            await asyncio.sleep(0.01)
+            with suppress(ConfigError):
+                future = await append(writer, P0, b"after")
+        with suppress(OutcomeUnknown):  # it was placed just before the topic was seen to be another one
+            await future
+        await (await append(writer, P0, b"again"))
+    before, last = link.produced[0], link.produced[-1]
+    assert (b"again",) == last.values
+    assert before.producer < last.producer
+    await writer.close()
+
+
 async def test_missing_leader_is_waited_for(link: FakeLink) -> None:
     """A partition without a leader waits for one, however long; the others do not wait for it."""
     link.topic = seen(-1, 0, 0)
