@@ -145,6 +145,8 @@ class Rewriter:
         metrics.rewrites.labels("done" if work.is_complete else work.over).inc()
         metrics.rewrite_bytes.inc(size)
         self._planner.spend(session, size)
+        if work.is_complete:
+            self._not_before[session] = time.monotonic() + self._planner.rest_seconds(session)
         self._say_outcome(session, work, size=size, seconds=time.monotonic() - began)
         primary = self._parts.shell.core.primary(session)
         if primary is not None:

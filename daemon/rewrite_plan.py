@@ -128,6 +128,15 @@ class RewritePlanner:
         lefts = [(self._left(primary.session), primary.session) for primary in primaries]
         return [session for left, session in sorted(lefts) if left < rule.when_left]
 
+    def rest_seconds(self, session: SessionId) -> float:
+        """How long a session that was just logged again is left alone.
+
+        Due already, it has a log whose clock is far from ours: by the log's own, its records are young for so long.
+        """
+        rule = self._rule
+        is_due = self._left(session) < rule.when_left
+        return (1 - rule.when_left) * rule.retention.seconds / 2 if is_due else 0.0
+
     def first_needed(self, session: SessionId) -> Offset | None:
         """From where a reader must begin to know the session; None: not known."""
         state = self._parts.shell.core.state(session)

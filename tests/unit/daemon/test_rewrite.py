@@ -228,6 +228,22 @@ def test_rotten_session_is_claimed_again_only_when_it_was_written_since() -> Non
     run(body)
 
 
+def test_log_whose_clock_is_far_behind_ours_is_not_filled_by_rewriting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was logged a moment ago looks old: it is not logged again, and again, without a pause."""
+    monkeypatch.setattr("daemon.rewrite._AGAIN_SECONDS", 0.0)
+
+    async def body(bench: Bench) -> None:
+        bench.now_ms -= 900_000
+        await bench.turn(TOKENS)
+        for _ in range(3):
+            await bench.rewriter.look()
+        assert 1 == bench.figure("kvlog_rewrites_total", outcome="done")
+
+    run(body)
+
+
 def test_session_that_nobody_has_used_for_long_may_go() -> None:
     """Else no session would ever leave the log."""
 
