@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tests.vllm.servers import LoggedSession
 
 LOST_MAX = 200
-"""Rows that a whole node's death may lose: what was in the ring, or on its way to the log. This model makes 300 a second;
-55 were lost where a daemon shared two busy cores with two engines."""
+"""Rows that a whole node's death may lose: what was in the ring, or on its way to the log. This model makes 300 a
+second; 55 were lost where a daemon shared two busy cores with two engines."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
