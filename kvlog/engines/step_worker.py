@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from kvlog.engines.paged_rows import PagedRows
 from kvlog.engines.step_plan import Dropped, Ready, StepReport
 from kvlog.ids import NO_EPOCH
-from kvlog.link.messages import unpack_tokens
+from kvlog.link.messages import UnloggedReason, unpack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,15 +32,20 @@ if TYPE_CHECKING:
     from kvlog.engines.replicator import Replicator
     from kvlog.engines.step_plan import CloseAsk, LoadAsk, OpenAsk, RowsAt, StepPlan, TurnKey
     from kvlog.engines.turns import PendingTurn, TurnHandle
-    from kvlog.ids import Epoch, Shard
+    from kvlog.ids import Epoch, SessionId, Shard
 
 __all__ = ["StepWorker", "WorkerCounts", "WorkerOptions"]
 
 _STAGERS: Final = 2
 """Threads that copy and verify: one is as fast as memory, the second keeps a short attach from waiting long."""
 
+_OWN_SECONDS: Final = 5.0
+_OWN_RETRY_SECONDS: Final = 0.1
+"""A session whose turn has ended here less than so long ago is busy with ourselves: the daemon may still be working at
+that turn's claim or rows. It is asked again soon, not taken for another request."""
+
 _LEFT_MAX: Final = 1024
-"""Epochs of preempted turns that are remembered; a forgotten one lets its request claim its session back."""
+"""Ended turns that are remembered, by key and by session; a forgotten one lets its request claim its session back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +128,7 @@ class _Entry:
     dropped: bool = False
     closing: CloseAsk | None = None
     until: float = 0.0
+    retry_at: float = 0.0
 
 
 class StepWorker:
@@ -151,6 +157,7 @@ class StepWorker:
         self._entries: dict[TurnKey, _Entry] = {}
         self._waiting: list[_Entry] = []
         self._left: OrderedDict[TurnKey, Epoch] = OrderedDict()
+        self._ended: OrderedDict[SessionId, float] = OrderedDict()
         self._stagers = ThreadPoolExecutor(_STAGERS, "kvlog-stage")
         self._staged_bytes = 0
         self._released: set[str] = set()
@@ -256,11 +263,12 @@ class StepWorker:
         """Begin turns whose session is not just being closed here: the daemon would answer that it is busy."""
         closing = {entry.ask.request.session for entry in self._entries.values() if entry.closing is not None}
         waiting, self._waiting = self._waiting, []
+        now = time.monotonic()
         for entry in waiting:
-            if entry.ask.request.session in closing:
+            if entry.ask.request.session in closing or now < entry.retry_at:
                 self._waiting.append(entry)
                 continue
-            continues = self._left.pop(entry.ask.previous, NO_EPOCH)
+            continues = self._left.get(entry.ask.previous, NO_EPOCH)
             entry.pending = self._replicator.begin_turn(entry.ask.request, entry.tokens, continues=continues)
 
     def _ready(self, entry: _Entry, now: float) -> Ready | None:
@@ -271,12 +279,34 @@ class StepWorker:
             if not entry.pending.is_answered(now):
                 return None
             entry.handle = entry.pending.settle()
+            if self._is_busy_with_ourselves(entry, now):
+                self._ask_later(entry, now)
+                return None
             self._stage(entry)
         if entry.staging is not None and not entry.staging.done():
             return None
         entry.reported = True
         length = 0 if entry.staging is None else self._staged_length(entry)
         return Ready(entry.ask.key, self._shard, entry.ask.local, length, entry.handle.logged)
+
+    def _is_busy_with_ourselves(self, entry: _Entry, now: float) -> bool:
+        """The turn in the way is one that has ended here, not another request's."""
+        session = entry.ask.request.session
+        if entry.handle is None or entry.handle.reason is not UnloggedReason.BUSY:
+            return False
+        others = (
+            other for other in self._entries.values() if other is not entry and other.handle is not None
+        )
+        if any(other.ask.request.session == session for other in others):
+            return False
+        return now - self._ended.get(session, -_OWN_SECONDS) < _OWN_SECONDS
+
+    def _ask_later(self, entry: _Entry, now: float) -> None:
+        assert entry.handle is not None, "it was answered"
+        self._replicator.close_turn(entry.handle, entry.rows, entry.tokens, until=now)
+        entry.handle = entry.pending = None
+        entry.retry_at = now + _OWN_RETRY_SECONDS
+        self._waiting.append(entry)
 
     def _stage(self, entry: _Entry) -> None:
         """Begin to copy and verify what lies beyond the engine's own prefix."""
@@ -329,16 +359,18 @@ class StepWorker:
         if entry.pending is not None:
             handle = entry.handle or entry.pending.settle()
             self._replicator.close_turn(handle, entry.rows, entry.tokens, until=now)
-            self._remember(entry.ask.key, handle.epoch)
+            self._remember(entry, handle.epoch, now)
             if close is not None and close.forget and handle.was_logged and not handle.fenced.is_set():
                 self._replicator.forget(entry.ask.request.session)
         if close is not None and close.held:
             self._released.add(close.held)
 
-    def _remember(self, key: TurnKey, epoch: Epoch) -> None:
-        self._left[key] = epoch
-        if len(self._left) > _LEFT_MAX:
-            self._left.popitem(last=False)
+    def _remember(self, entry: _Entry, epoch: Epoch, now: float) -> None:
+        self._left[entry.ask.key] = epoch
+        self._ended[entry.ask.request.session] = now
+        for remembered in (self._left, self._ended):
+            if len(remembered) > _LEFT_MAX:
+                remembered.popitem(last=False)
 
     def _drop_unlogged(self) -> None:
         """Say of turns that no asking will ever log that they are over, and stop following them."""
@@ -346,13 +378,15 @@ class StepWorker:
             handle = entry.handle
             if handle is None or entry.closing is not None or entry.dropped:
                 continue
-            reason = handle.reason
-            if reason is not None and (handle.fenced.is_set() or not reason.passes):
+            reason, now = handle.reason, time.monotonic()
+            if self._is_busy_with_ourselves(entry, now):
+                self._ask_later(entry, now)
+            elif reason is not None and (handle.fenced.is_set() or not reason.passes):
                 entry.dropped = True
                 self._dropped.append(Dropped(entry.ask.key, str(reason)))
                 self.counts.turns_unlogged += 1
                 if entry.staging is None:
-                    self._end(entry, time.monotonic())
+                    self._end(entry, now)
 
     # Rows
 

@@ -364,6 +364,23 @@ def test_attach_beyond_the_staging_bound_is_computed(tmp_path):
         assert_in_log(daemon, engine, "b", "s")
 
 
+def test_session_that_is_busy_with_our_own_last_turn_is_asked_for_again(tmp_path):
+    """The daemon still works at a turn that has ended here; the next one is logged as soon as it is done."""
+    with with_daemon(tmp_path / "s") as (daemon, engine):
+        first = engine.add("a", PROMPT, "s")
+        engine.run_until("a", 105)
+        engine.finish("a")
+        engine.step(3)
+        daemon.knobs.refuse = UnloggedReason.BUSY
+        engine.add("b", first.tokens, "s")
+        engine.step_until(lambda: len(daemon.opened) >= 3)
+        daemon.knobs.refuse = None
+        engine.run_until("b", 115)
+        engine.step(3)
+        assert_in_log(daemon, engine, "b", "s")
+        assert (104, {}) == (engine.worker.counts.rows_loaded, engine.planner.unlogged)
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_session_named_by_its_request_only_ends_with_it(tmp_path, named):
     """Nobody could ever ask for it again."""
