@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 from daemon.telemetry import Event
 from kvlog.core.inputs import EndSession
 from kvlog.core.takeover import Claimant
-from kvlog.ids import NodeId
-from kvlog.link.messages import DIGEST_NONE
 from kvlog.records import EndReason
 
 if TYPE_CHECKING:
@@ -32,13 +30,11 @@ class Expirer:
 
     Args:
         parts: the daemon's core, turns and telemetry.
-        node: who says so.
         ttl_seconds: since a session's last turn ended; 0: never.
     """
 
-    def __init__(self, parts: IntakeParts, node: str, ttl_seconds: float) -> None:
+    def __init__(self, parts: IntakeParts, ttl_seconds: float) -> None:
         self._parts = parts
-        self._node = NodeId(node)
         self._ttl_seconds = ttl_seconds
 
     async def run(self) -> None:
@@ -65,7 +61,8 @@ class Expirer:
             # Infinity: so many sessions were used since that nobody remembers when; retention will take it.
             if not self._ttl_seconds <= idle < float("inf"):
                 continue
-            claimant = Claimant(self._node, parts.writer, primary.claim.identity, DIGEST_NONE)
+            own = primary.claim
+            claimant = Claimant(own.node, own.writer, own.identity, own.context)
             parts.shell.step(EndSession(primary.session, EndReason.TTL, claimant))
             parts.telemetry.say(Event.SESSION_EXPIRED, session=primary.session, idle_seconds=round(idle, 1))
             ended += 1

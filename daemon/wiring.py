@@ -140,7 +140,7 @@ def wire(settings: Settings) -> Parts:
         index=index,
         lag=LagWatch(shell, telemetry, index),
         rewriter=Rewriter(parts, planner, _rewrite_rule(settings, limits), index),
-        expirer=Expirer(parts, settings.node.id, settings.primary.ttl_seconds),
+        expirer=Expirer(parts, settings.primary.ttl_seconds),
     )
 
 

@@ -142,9 +142,8 @@ class TakeOver:
             identity=me.identity,
             context=me.context,
         )
-        header = self._header_bytes(
-            claim
-        )  # before anything is changed: it may refuse what no record can carry
+        # Before anything is changed: it may refuse what no record can carry.
+        header = self._header_bytes(claim)
         self._attempts += 1
         self._claim = claim
         self._phase = Phase.CLAIMED

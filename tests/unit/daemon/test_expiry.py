@@ -25,7 +25,7 @@ def run(body: Callable[[Bench, Expirer], Coroutine[None, None, None]], *, ttl: i
         bench = Bench()
         try:
             async with asyncio.timeout(20):
-                await body(bench, Expirer(bench.parts, "a", ttl))
+                await body(bench, Expirer(bench.parts, ttl))
         finally:
             bench.pool.close()
 
