@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -37,10 +38,13 @@ __all__ = [
     "Process",
     "ask",
     "daemon_config",
+    "last",
     "logged_length",
+    "running",
     "says_busy",
     "synthetic_answer",
     "until",
+    "whole_answer",
 ]
 
 _START_SECONDS = 60.0
@@ -342,3 +346,33 @@ def _take(answer: Answer, data: str) -> None:
         answer.text += choice.get("text") or ""
     usage = chunk.get("usage") or {}
     answer.kvlog = usage.get("kvlog") or chunk.get("kvlog") or answer.kvlog
+
+
+@contextmanager
+def running(nodes: Sequence[Node]) -> Iterator[None]:
+    """Start daemons, then engines, all at once, and wait until every engine serves; they are gone afterwards."""
+    try:
+        for node in nodes:
+            node.launch_daemon()
+        for node in nodes:
+            node.wait_log()
+            node.launch_engine()
+        for node in nodes:
+            until(node.is_serving, seconds=60, what=node.name)
+        yield
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def last(stream: Iterator[Answer]) -> Answer:
+    """The answer at its end."""
+    *_, answer = stream
+    return answer
+
+
+def whole_answer(node: Node, session: str, **body: Any) -> Answer:
+    """A whole answer of a session, without an error."""
+    answer = last(ask(node.url, session=session, **body))
+    assert (None, True) == (answer.error, answer.done)
+    return answer

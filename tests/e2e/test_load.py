@@ -5,18 +5,27 @@ from __future__ import annotations
 import socket
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
-from tests.nodes import Node, ask, daemon_config, logged_length, synthetic_answer, until
+from tests.nodes import (
+    Node,
+    ask,
+    daemon_config,
+    logged_length,
+    running,
+    synthetic_answer,
+    until,
+    whole_answer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.nodes import Answer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -26,6 +35,9 @@ TOKENS = 40
 CHURN = 300
 LONG = 32_000
 ROW_BYTES = 1024
+
+whole = partial(whole_answer, prompt=PROMPT, max_tokens=TOKENS)
+"""A whole answer."""
 
 
 def free_port() -> int:
@@ -66,26 +78,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node
         )
         for name in "ab"
     ]
-    try:
-        for node in nodes:
-            node.launch_daemon()
-        for node in nodes:
-            node.wait_log()
-            node.launch_engine()
-        for node in nodes:
-            until(node.is_serving, seconds=60, what=node.name)
+    with running(nodes):
         yield nodes[0], nodes[1]
-    finally:
-        for node in nodes:
-            node.close()
-
-
-def whole(node: Node, session: str, **body: object) -> Answer:
-    """A whole answer."""
-    request: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "session": session, **body}
-    *_, answer = ask(node.url, **request)
-    assert (None, True) == (answer.error, answer.done)
-    return answer
 
 
 def figures(node: Node) -> dict[str, float]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Self
 
 import httpx
 
@@ -13,32 +14,19 @@ from consumers.reading import PartitionFold, home_of
 from kvlog.ids import Offset, SessionId
 from kvlog.log.settings import LogSettings, make_log
 from tests.kafka.broker import free_ports
-from tests.nodes import Node, ask, daemon_config
+from tests.nodes import Node, daemon_config, whole_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.nodes import Answer
 
-__all__ = ["PARTITIONS", "PROMPT", "Notified", "Place", "figures", "last", "whole"]
+__all__ = ["PARTITIONS", "PROMPT", "Notified", "Place", "figures", "whole"]
 
 PROMPT = "The cache is the conversation. " * 4
 PARTITIONS = 4
 
-
-def last(stream: Iterator[Answer]) -> Answer:
-    """The answer at its end."""
-    *_, answer = stream
-    return answer
-
-
-def whole(node: Node, session: str, **body: object) -> Answer:
-    """A whole answer."""
-    request: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "session": session, **body}
-    answer = last(ask(node.url, **request))
-    assert (None, True) == (answer.error, answer.done)
-    return answer
+whole = partial(whole_answer, prompt=PROMPT, max_tokens=20)
+"""A whole answer."""
 
 
 @dataclass(frozen=True)

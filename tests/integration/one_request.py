@@ -92,9 +92,11 @@ class Engine:
         return [self.cache.view_row(position).tobytes() for position in range(self.cache.length)]
 
 
-def wait_for(condition: Callable[[], object], what: str = "it never came") -> None:
+def wait_for(
+    condition: Callable[[], object], what: str = "it never came", *, seconds: float = SECONDS
+) -> None:
     """Wait until it holds."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.002)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -18,9 +18,11 @@ from kvlog.engines.server import EngineServer
 from kvlog.engines.step_loop import StepLoop, StepLoopOptions
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
 from kvlog.ids import Shard
+from tests.integration import one_request
+from tests.integration.fake_daemon import FakeDaemon, Knobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from kvlog.engines.acked_gate import AckedOptions
@@ -34,12 +36,14 @@ __all__ = [
     "events",
     "ids",
     "serving",
+    "serving_beside_a_daemon",
     "streamed",
     "text",
     "wait_for",
 ]
 
 SECONDS = 10.0
+wait_for = partial(one_request.wait_for, seconds=SECONDS)
 MODEL = SyntheticModel(SyntheticOptions(row_bytes=1024))
 PROMPT = "once upon a time"
 
@@ -51,6 +55,15 @@ class Served:
     client: httpx.Client
     replicator: Replicator
     loop: StepLoop
+    daemon: FakeDaemon | None = None
+
+
+@contextmanager
+def serving_beside_a_daemon(path: Path) -> Iterator[Served]:
+    """An engine with a daemon (`daemon`), for tests that disturb neither."""
+    with FakeDaemon.running(path, Knobs(block_bytes=1 << 16)) as running, serving(path) as served:
+        served.daemon = running.daemon
+        yield served
 
 
 @contextmanager
@@ -82,14 +95,6 @@ def serving(path: Path, *, acked: AckedOptions | None = None, **options) -> Iter
         thread.join(SECONDS)
         loop.close()
         replicator.close()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    """Wait until it holds."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
 
 
 def complete(client: httpx.Client, **body) -> Any:

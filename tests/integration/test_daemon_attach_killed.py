@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from tests.integration.kafka_nodes import last
-from tests.nodes import Node, ask, daemon_config, synthetic_answer, until
+from tests.nodes import Node, ask, daemon_config, last, synthetic_answer, until
 
 if TYPE_CHECKING:
     from pathlib import Path

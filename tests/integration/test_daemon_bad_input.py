@@ -6,7 +6,8 @@ import asyncio
 import resource
 import socket
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,33 +24,21 @@ from kvlog.wire.frame import frame
 from kvlog.wire.header import header_bytes
 from kvlog.wire.message import decode
 from kvlog.wire.tables import NODES, decode_node
-from tests.nodes import Node, Process, ask, daemon_config, until
+from tests.nodes import Node, Process, ask, daemon_config, last, until, whole_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvlog.log.base import LogMessage
-    from tests.nodes import Answer
 
 pytestmark = pytest.mark.e2e
 
 PROMPT = "The cache is the conversation. " * 8
 PARTITIONS = 4
 
-
-def last(stream: Iterator[Answer]) -> Answer:
-    """The answer at its end."""
-    *_, answer = stream
-    return answer
-
-
-def whole(node: Node, session: str, **body: object) -> Answer:
-    """A whole answer."""
-    request: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "session": session, **body}
-    answer = last(ask(node.url, **request))
-    assert (None, True) == (answer.error, answer.done)
-    return answer
+whole = partial(whole_answer, prompt=PROMPT, max_tokens=20)
+"""A whole answer."""
 
 
 @dataclass

@@ -13,8 +13,8 @@ from kvlog.checksums import partition_of
 from kvlog.ids import Partition, SessionId
 from kvlog.log.base import AppendRequest
 from kvlog.log.settings import LogSettings, make_log
-from tests.integration.kafka_nodes import PARTITIONS, PROMPT, Place, figures, last, whole
-from tests.nodes import ask, synthetic_answer, until
+from tests.integration.kafka_nodes import PARTITIONS, PROMPT, Place, figures, whole
+from tests.nodes import ask, last, running, synthetic_answer, until
 from tests.unit.consumers.written_log import kvlog
 
 if TYPE_CHECKING:
@@ -39,18 +39,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, kafka_broker: str) -> Place:
 def nodes(place: Place) -> Iterator[tuple[Node, Node]]:
     """Both, with their engines."""
     nodes = place.node("a"), place.node("b")
-    try:
-        for node in nodes:
-            node.launch_daemon()
-        for node in nodes:
-            node.wait_log()
-            node.launch_engine()
-        for node in nodes:
-            until(node.is_serving, seconds=60, what=node.name)
+    with running(nodes):
         yield nodes
-    finally:
-        for node in nodes:
-            node.close()
 
 
 def lag_of(place: Place, name: str) -> dict[str, Any]:

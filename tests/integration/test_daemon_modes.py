@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from tests.nodes import Node, ask, daemon_config, logged_length, synthetic_answer, until
+from tests.nodes import (
+    Node,
+    daemon_config,
+    logged_length,
+    running,
+    synthetic_answer,
+    until,
+    whole_answer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.nodes import Answer
 
 pytestmark = pytest.mark.e2e
 
@@ -23,6 +31,9 @@ TOKENS = 20
 KNOWN = 10
 ALL = len(PROMPT) + KNOWN - 1
 """What can be attached of a prompt and KNOWN tokens: the last one's row is always computed."""
+
+whole = partial(whole_answer, prompt=PROMPT, max_tokens=TOKENS)
+"""A whole answer."""
 
 
 @pytest.fixture(scope="module")
@@ -52,26 +63,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Node]]
             ("synthetic",),
         ),
     }
-    try:
-        for node in nodes.values():
-            node.launch_daemon()
-        for node in nodes.values():
-            node.wait_log()
-            node.launch_engine()
-        for node in nodes.values():
-            until(node.is_serving, seconds=60, what=node.name)
+    with running(list(nodes.values())):
         yield nodes
-    finally:
-        for node in nodes.values():
-            node.close()
-
-
-def whole(node: Node, session: str, **body: object) -> Answer:
-    """A whole answer."""
-    request: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "session": session, **body}
-    *_, answer = ask(node.url, **request)
-    assert (None, True) == (answer.error, answer.done)
-    return answer
 
 
 def health(node: Node) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from kvlog.ids import Offset, Partition
 from kvlog.log.local import LocalLog, LocalLogOptions
 from kvlog.log.topics import records_topic
 from tests.kafka.admin import Admin
-from tests.nodes import Node, ask, synthetic_answer, until
+from tests.nodes import Node, synthetic_answer, until, whole_answer
 from tests.unit.consumers.written_log import kvlog
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ NOISE = PROMPT * 8
 RETENTION_BYTES = 2 << 20
 CAPPED = 256 << 10
 """Bytes a second at which a rewrite of the session takes half a second."""
+
+whole = partial(whole_answer, prompt=PROMPT, max_tokens=TOKENS)
+"""A whole answer."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +103,6 @@ def nodes(place: Place) -> Iterator[list[Node]]:
             node.close()
 
 
-def whole(node: Node, session: str, prompt: str = PROMPT, **body: object) -> Answer:
-    """A whole answer."""
-    request: dict[str, Any] = {"prompt": prompt, "max_tokens": TOKENS, "session": session, **body}
-    *_, answer = ask(node.url, **request)
-    assert (None, True) == (answer.error, answer.done)
-    return answer
-
-
 def said(node: Node, event: str, session: str) -> list[dict[str, Any]]:
     """The events of a session."""
     assert node.daemon is not None
@@ -122,7 +118,7 @@ def test_session_that_was_logged_again_is_taken_over_whole_by_a_node_that_starts
     """
     a = nodes[0]
     answer = whole(a, "s")
-    noise = whole(a, "noise", NOISE)
+    noise = whole(a, "noise", prompt=NOISE)
     until(lambda: bool(said(a, "session_rewritten", "s")), seconds=30, what="rewritten")
     (rewritten,) = said(a, "session_rewritten", "s")
     rows = len(PROMPT) + TOKENS - 1
@@ -136,7 +132,7 @@ def test_session_that_was_logged_again_is_taken_over_whole_by_a_node_that_starts
     resumed = whole(b, "s", resume_token_ids=answer.tokens[:KNOWN])
     assert synthetic_answer(PROMPT, TOKENS) == answer.tokens == answer.tokens[:KNOWN] + resumed.tokens
     assert (ALL, True) == (resumed.kvlog["attached"], resumed.kvlog["logged"])
-    lost = whole(b, "noise", NOISE, resume_token_ids=noise.tokens[:KNOWN])
+    lost = whole(b, "noise", prompt=NOISE, resume_token_ids=noise.tokens[:KNOWN])
     assert (noise.tokens[KNOWN:], 0) == (lost.tokens, lost.kvlog["attached"])
 
     shown = place.show("s")
@@ -159,7 +155,7 @@ def slow(tmp_path: Path) -> Iterator[tuple[Place, list[Node]]]:
 def rewriting(node: Node) -> Answer:
     """The answer of a session whose rewrite has just begun: its claim is read back."""
     answer = whole(node, "s")
-    whole(node, "noise", NOISE)
+    whole(node, "noise", prompt=NOISE)
     until(lambda: len(said(node, "takeover_completed", "s")) > 1, seconds=60, what="claimed anew")
     assert [] == said(node, "session_rewritten", "s")
     return answer

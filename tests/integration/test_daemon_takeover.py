@@ -5,12 +5,23 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.nodes import Answer, Node, ask, logged_length, says_busy, synthetic_answer, until
+from tests.nodes import (
+    Answer,
+    Node,
+    ask,
+    last,
+    logged_length,
+    says_busy,
+    synthetic_answer,
+    until,
+    whole_answer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +31,9 @@ pytestmark = pytest.mark.e2e
 PROMPT = "The cache is the conversation. " * 8
 TOKENS = 60
 CUT = 20
+
+whole = partial(whole_answer, prompt=PROMPT, max_tokens=TOKENS)
+"""A whole answer."""
 
 
 @pytest.fixture
@@ -38,21 +52,6 @@ def nodes(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
 def shared_memory() -> set[str]:
     """The files in /dev/shm."""
     return {path.name for path in Path("/dev/shm").iterdir()}
-
-
-def whole(node: Node, session: str, **body: object) -> Answer:
-    """A whole answer."""
-    request: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "session": session, **body}
-    answer = last(ask(node.url, **request))
-    assert answer.error is None
-    assert answer.done
-    return answer
-
-
-def last(stream: Iterator[Answer]) -> Answer:
-    """The answer at its end."""
-    *_, answer = stream
-    return answer
 
 
 def begin(node: Node, session: str, tokens: int = CUT, **body: object) -> Iterator[Answer]:

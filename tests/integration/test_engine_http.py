@@ -24,6 +24,7 @@ from tests.integration.served_engine import (
     events,
     ids,
     serving,
+    serving_beside_a_daemon,
     streamed,
     text,
     wait_for,
@@ -38,9 +39,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     """An engine with a daemon, for tests that disturb neither."""
-    path = tmp_path_factory.mktemp("link") / "s"
-    with FakeDaemon.running(path, Knobs(block_bytes=1 << 16)) as running, serving(path) as served:
-        served.daemon = running.daemon  # type: ignore[attr-defined]
+    with serving_beside_a_daemon(tmp_path_factory.mktemp("link") / "s") as served:
         yield served
 
 

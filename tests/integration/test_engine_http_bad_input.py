@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.fake_daemon import FakeDaemon, Knobs
+from tests.integration.fake_daemon import FakeDaemon
 from tests.integration.served_engine import (
     PROMPT,
     SECONDS,
@@ -16,6 +16,7 @@ from tests.integration.served_engine import (
     events,
     ids,
     serving,
+    serving_beside_a_daemon,
     streamed,
     wait_for,
 )
@@ -59,9 +60,7 @@ ODD = ["a/b", "../..", "a b", "%2F", "?x=1#y", "é", "日本", "😀", "\\", "'\
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     """An engine with a daemon, for tests that disturb neither."""
-    path = tmp_path_factory.mktemp("link") / "s"
-    with FakeDaemon.running(path, Knobs(block_bytes=1 << 16)) as running, serving(path) as served:
-        served.daemon = running.daemon  # type: ignore[attr-defined]
+    with serving_beside_a_daemon(tmp_path_factory.mktemp("link") / "s") as served:
         yield served
 
 

@@ -17,13 +17,15 @@ from kvlog.engines.step_loop import StepLoop, StepLoopOptions
 from kvlog.engines.synthetic import SyntheticCache, SyntheticModel, SyntheticOptions
 from kvlog.ids import SessionId, Shard
 from kvlog.link.messages import UnloggedReason
+from tests.integration import one_request
 from tests.integration.fake_daemon import FakeDaemon, Knobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 SECONDS = 10.0
+wait_for = partial(one_request.wait_for, seconds=SECONDS)
 MODEL = SyntheticModel(SyntheticOptions(row_bytes=4096))
 
 
@@ -83,14 +85,6 @@ def looping(path: Path, *, replicator: dict[str, float] | None = None, **options
     finally:
         loop.close()
         made.close()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    """Wait until it holds."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.002)
 
 
 def test_loop_over_a_full_ring_answers_at_its_own_pace(tmp_path):

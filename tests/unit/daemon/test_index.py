@@ -62,17 +62,22 @@ def make_index() -> NodeIndex:
     )
 
 
-async def test_log_lost_between_its_opening_and_the_first_heartbeat_does_not_end_the_daemon() -> None:
-    """The tables are asked for again, and what was given already is not asked for twice."""
-    index = make_index()
-    index.needed, index.truncated = {3: 40}, 2
-    log = FlakyLog()
+async def beat_once(index: NodeIndex, log: FlakyLog) -> None:
+    """Runs until the next row is written."""
     running = asyncio.create_task(index.run(cast("Log", log)))
     async with asyncio.timeout(5):
         await log.written.wait()
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
+
+
+async def test_log_lost_between_its_opening_and_the_first_heartbeat_does_not_end_the_daemon() -> None:
+    """The tables are asked for again, and what was given already is not asked for twice."""
+    index = make_index()
+    index.needed, index.truncated = {3: 40}, 2
+    log = FlakyLog()
+    await beat_once(index, log)
     assert [NODES, "sessions"] == log.handed_out
     row = decode_node(log.rows[b"a"] or b"")
     assert (1, {3: 40}, 2) == (row.beat, row.needed, row.truncated)
@@ -84,11 +89,6 @@ async def test_beat_after_the_goodbye_does_not_take_it_back() -> None:
     log.asked = {NODES, "sessions"}
     await index.say_goodbye(cast("Log", log))
     log.written.clear()
-    running = asyncio.create_task(index.run(cast("Log", log)))
-    async with asyncio.timeout(5):
-        await log.written.wait()
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+    await beat_once(index, log)
     row = decode_node(log.rows[b"a"] or b"")
     assert (2, True) == (row.beat, row.leaving)
