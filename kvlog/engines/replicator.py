@@ -152,14 +152,11 @@ class Replicator:
         return self._linked.wait(timeout_seconds)
 
     def close(self) -> None:
-        """Leave the daemon; turns that are still open end there with the link."""
+        """Leave the daemon once it has what was sent, or after `close_seconds`; open turns end there with the link."""
         self._stopping = True
         self._wake.set()
-        link = self._link
-        if link is not None:
-            link.client.close()
         if self._thread.is_alive():
-            self._thread.join(self._options.client.connect_seconds + _JOIN_SECONDS)
+            self._thread.join(self._options.client.connect_seconds + self.close_seconds + _JOIN_SECONDS)
 
     def open_turn(self, request: TurnRequest, tokens: Sequence[int]) -> TurnHandle:
         """Ask for a turn and wait for the answer, `wait_seconds` and `answer_seconds`; never raises.
@@ -356,6 +353,8 @@ class Replicator:
 
     def _leave(self, link: EngineLink) -> None:
         """Give a link up, and tell its turns."""
+        if self._stopping:
+            link.client.leave(self.close_seconds)
         link.client.close()
         link.client.join(
             _JOIN_SECONDS

@@ -168,7 +168,7 @@ def _receive(connection: socket.socket, fds: list[int]) -> bytes:
 
 
 class LinkClient:
-    """A greeted link. All methods may be called from any thread; none waits.
+    """A greeted link. All methods may be called from any thread; none waits but `leave` and `join`.
 
     Args of the constructor come from `connect`.
     """
@@ -276,6 +276,19 @@ class LinkClient:
         if not self._threads:  # never started: nobody else closes it
             self._connection.close()
 
+    def leave(self, timeout_seconds: float) -> None:
+        """End the link once the daemon has everything that was sent, or after so long: the one call that waits."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            sent = self._changed.wait_for(
+                lambda: not self._queued_bytes or self._cause is not None, timeout_seconds
+            )
+        if sent and self._threads:
+            with contextlib.suppress(OSError):  # the other side was first
+                self._connection.shutdown(socket.SHUT_WR)
+            self._threads[0].join(deadline - time.monotonic())  # the daemon has read up to here, and hangs up
+        self.close()
+
     def join(self, timeout_seconds: float) -> None:
         """Wait for both threads after `close`, at most so long each."""
         for thread in self._threads:
@@ -297,6 +310,7 @@ class LinkClient:
                 return
             with self._changed:
                 self._queued_bytes -= len(batch)
+                self._changed.notify_all()
 
     def _read(self, events: LinkEvents) -> None:
         """The reader thread."""

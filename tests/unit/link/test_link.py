@@ -219,3 +219,30 @@ def test_client_daemon_that_does_not_read_ends_the_link(tmp_path):
             client.send(replace(OPEN_TURN, tokens=bytes(16384)))
         assert events.ended.wait(SECONDS)
         assert "does not read" in str(events.cause)
+
+
+def test_client_that_leaves_is_heard_to_its_last_word(tmp_path):
+    """What was sent before leaving arrives, though the daemon is slow, and answers what nobody reads any more."""
+    with running(tmp_path / "s") as daemon, linked(tmp_path / "s") as (client, events):
+        ask(client)
+        daemon.call(lambda: time.sleep(0.1))
+        sent = [CloseTurn(Turn(k), Position(k)) for k in range(1000)]
+        for message in sent:
+            client.send(message)
+            daemon.call(lambda: daemon.handler.peers[0].send(Acked(Turn(3), Position(12))))
+        client.leave(SECONDS)
+        assert sent == daemon.handler.calls
+        assert events.ended.wait(SECONDS)
+
+
+@pytest.mark.parametrize("size", [16, 1 << 18])
+def test_client_does_not_wait_longer_to_leave_than_it_was_told(tmp_path, size):
+    """A daemon that does not read, or that does not hang up, is left all the same."""
+    with running(tmp_path / "s") as daemon, linked(tmp_path / "s") as (client, events):
+        daemon.call(lambda: time.sleep(1.0))
+        for _ in range(4):
+            client.send(replace(OPEN_TURN, tokens=bytes(size)))
+        began = time.monotonic()
+        client.leave(0.1)
+        assert 0.1 <= time.monotonic() - began < 0.6
+        assert events.ended.wait(SECONDS)
