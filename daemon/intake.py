@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from daemon.pace import Pacer
     from daemon.primary import Publisher
     from daemon.telemetry import Telemetry
-    from daemon.turns import OpenTurnEntry, TurnRegistry
+    from daemon.turns import OpenTurnEntry, Rank, TurnRegistry
     from kvlog.buffers.memory import SealedMemory
     from kvlog.buffers.ring import RingEntry, RingPart
     from kvlog.ids import Position, Shard, Writer
@@ -90,10 +90,10 @@ class RowIntake:
         self._drained.clear()
         self._rung.set()
 
-    def close_turn(self, turn: OpenTurnEntry) -> None:
-        """End a turn of this engine once the rows that are in the ring now were taken."""
+    def close_turn(self, rank: Rank) -> None:
+        """End a turn of this engine, as far as this rank goes, once the rows that are in the ring now were taken."""
         self.wake()
-        turn.closing_at = self._drain_to
+        rank.closing_at = self._drain_to
 
     def stop_holding_back(self) -> None:
         """Flush what `every` holds back, now and from now on: the daemon is about to stop."""
@@ -139,9 +139,9 @@ class RowIntake:
         if self._reader.bytes_used:
             return
         seconds = _IDLE_SECONDS
-        for entry in self._parts.turns.of_peer(peer):
-            for batch in entry.batches.values():
-                due = batch.since + entry.mode.milliseconds / 1000 - time.monotonic()
+        for entry, rank in self._parts.turns.of_peer(peer):
+            if rank.batch is not None:
+                due = rank.batch.since + entry.mode.milliseconds / 1000 - time.monotonic()
                 seconds = max(0.0, min(seconds, due))
         try:
             async with asyncio.timeout(seconds):
@@ -163,10 +163,11 @@ class RowIntake:
     async def _take(self, entry: RingEntry, peer: Peer) -> None:
         metrics = self._parts.telemetry.metrics
         for part in entry.parts():
-            turn = self._parts.turns.of_row(part.row, peer)
-            if turn is None:
+            found = self._parts.turns.of_row(part.row, peer)
+            if found is None:
                 metrics.rows_dropped.inc(part.row.n)
                 continue
+            turn, rank = found
             metrics.rows_taken.inc(part.row.n)
             if entry.row_bytes not in (0, turn.layout.row_bytes):
                 problem = (
@@ -174,46 +175,46 @@ class RowIntake:
                 )
                 raise DecodeError(problem=problem)
             if turn.mode.kind is SyncKind.EVERY:
-                await self._batch(turn, part, entry.row_bytes)
+                await self._batch(turn, rank, part, entry.row_bytes)
             else:
                 await self._publish(turn, part.row.shard, part.row.start, part.tokens, part.rows)
 
-    async def _batch(self, turn: OpenTurnEntry, part: RingPart, row_bytes: int) -> None:
+    async def _batch(self, turn: OpenTurnEntry, rank: Rank, part: RingPart, row_bytes: int) -> None:
         """Hold rows back until there are enough of them, or until they are due."""
-        batch = turn.batches.get(part.row.shard)
+        batch = rank.batch
         is_other = batch is not None and (
             batch.start + len(batch.tokens) != part.row.start or bool(batch.rows) != bool(part.rows)
         )
         if is_other:  # rows and token ids alone never share a delta: whose rows they are would be a guess
-            await self._flush(turn, part.row.shard)
+            await self._flush(turn, rank)
             batch = None
         if batch is None:
-            batch = turn.batches[part.row.shard] = Batch(part.row.start, time.monotonic())
+            batch = rank.batch = Batch(part.row.start, time.monotonic())
         batch.tokens.extend(part.tokens)
         batch.rows += part.rows
         held_max = max(1, (self._parts.limits.record_bytes // max(1, row_bytes)))
         if len(batch.tokens) >= min(turn.mode.tokens, held_max):
-            await self._flush(turn, part.row.shard)
+            await self._flush(turn, rank)
 
     async def _flush_due(self, peer: Peer, now: float) -> None:
-        for turn in self._parts.turns.of_peer(peer):
-            for shard, batch in list(turn.batches.items()):
-                over = turn.closing_at is not None or not self._holds_back
-                if over or batch.since + turn.mode.milliseconds / 1000 <= now:
-                    await self._flush(turn, shard)
+        """Only what came out of this ring: two tasks that flush one shard could change the order of its rows."""
+        for turn, rank in self._parts.turns.of_peer(peer):
+            if rank.batch is not None:
+                over = rank.closing_at is not None or not self._holds_back
+                if over or rank.batch.since + turn.mode.milliseconds / 1000 <= now:
+                    await self._flush(turn, rank)
 
-    async def _flush(self, turn: OpenTurnEntry, shard: Shard) -> None:
-        batch = turn.batches.pop(shard)
-        await self._publish(turn, shard, batch.start, tuple(batch.tokens), memoryview(batch.rows))
+    async def _flush(self, turn: OpenTurnEntry, rank: Rank) -> None:
+        batch, rank.batch = rank.batch, None
+        if batch is not None:
+            await self._publish(turn, rank.shard, batch.start, tuple(batch.tokens), memoryview(batch.rows))
 
     def _finish_closing(self, peer: Peer) -> None:
-        """Turns whose engine has closed them end once their rows are out of the ring."""
-        for turn in self._parts.turns.of_peer(peer):
-            if (
-                turn.closing_at is not None
-                and self._reader.counts.bytes >= turn.closing_at
-                and not turn.batches
-            ):
+        """Turns whose engine has closed them end once their rows are out of the ring, of the last rank's ring."""
+        for turn, rank in self._parts.turns.of_peer(peer):
+            if rank.closing_at is not None and self._reader.counts.bytes >= rank.closing_at:
+                rank.done = rank.done or rank.batch is None
+            if turn.is_done:
                 self._parts.turns.pop(turn.turn)
                 self._parts.shell.step(CloseTurn(turn.turn))
 

@@ -9,15 +9,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvlog.buffers.ring import session_hash
+from kvlog.ids import Shard
 
 if TYPE_CHECKING:
     from kvlog.buffers.ring import TableRow
-    from kvlog.ids import Epoch, Position, SessionId, Shard, Turn
+    from kvlog.ids import Epoch, Position, SessionId, Turn
     from kvlog.layout import Layout
+    from kvlog.link.messages import FromDaemon
     from kvlog.link.server import Peer
     from kvlog.modes import SyncMode
 
-__all__ = ["Batch", "OpenTurnEntry", "TurnRegistry"]
+__all__ = ["FIRST_SHARD", "Batch", "OpenTurnEntry", "Rank", "TurnRegistry"]
+
+FIRST_SHARD = Shard(0)
+"""The only one of an engine of one process."""
 
 _USED_MAX = 10_000
 """More than a node owns at one time (Limits.primaries)."""
@@ -34,30 +39,67 @@ class Batch:
 
 
 @dataclass(slots=True, eq=False)
+class Rank:
+    """One engine process's part of a turn: the rows of one shard, which come out of its ring.
+
+    Args:
+        peer: its link.
+        shard: rows of another one are dropped.
+        closing_at: closed by the engine: it lasts until so many bytes of its ring were taken; None: it goes on.
+        done: nothing more comes of it.
+        batch: rows of it that are held back.
+    """
+
+    peer: Peer
+    shard: Shard = FIRST_SHARD
+    closing_at: int | None = None
+    done: bool = False
+    batch: Batch | None = None
+
+
+@dataclass(slots=True, eq=False)
 class OpenTurnEntry:
     """One turn in progress.
 
     Args:
-        peer: the engine whose request it is.
+        ranks: the engine's processes whose request it is, one a shard.
         session: of the turn.
         turn: its number.
         epoch: rows of another one are dropped.
         mode: how closely it is logged.
         layout: what a row is.
-        closing_at: closed by the engine: it lasts until so many bytes of its ring were taken; None: it goes on.
+        group: by which its ranks found each other; empty for an engine of one process.
         ended: set once it is over.
     """
 
-    peer: Peer
+    ranks: tuple[Rank, ...]
     session: SessionId
     turn: Turn
     epoch: Epoch
     mode: SyncMode
     layout: Layout
     session_hash: int
-    closing_at: int | None = None
+    group: bytes = b""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    batches: dict[Shard, Batch] = field(default_factory=dict)
+
+    @property
+    def is_closing(self) -> bool:
+        """Its engine, or one of its ranks, has closed it."""
+        return any(rank.closing_at is not None for rank in self.ranks)
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing more comes of any rank."""
+        return all(rank.done for rank in self.ranks)
+
+    def rank_of(self, peer: Peer) -> Rank | None:
+        """The part of one engine process, if it has one."""
+        return next((rank for rank in self.ranks if rank.peer is peer), None)
+
+    def tell(self, message: FromDaemon) -> None:
+        """Say it to every rank."""
+        for rank in self.ranks:
+            rank.peer.send(message)
 
 
 class TurnRegistry:
@@ -97,16 +139,19 @@ class TurnRegistry:
         if len(self._used) > _USED_MAX:
             self._used.popitem(last=False)
 
-    def of_row(self, row: TableRow, peer: Peer) -> OpenTurnEntry | None:
-        """The turn of a row in this engine's ring, if it is its own and epoch and session fit (RULE ring)."""
+    def of_row(self, row: TableRow, peer: Peer) -> tuple[OpenTurnEntry, Rank] | None:
+        """The turn of a row in this engine's ring, if it is its own and epoch, session and shard fit (RULE ring)."""
         entry = self._turns.get(row.turn)
-        if entry is None or entry.peer is not peer:
+        rank = entry.rank_of(peer) if entry is not None else None
+        if entry is None or rank is None or rank.done:
             return None
-        return entry if (entry.epoch, entry.session_hash) == (row.epoch, row.session_hash) else None
+        said = (row.epoch, row.session_hash, row.shard)
+        return (entry, rank) if said == (entry.epoch, entry.session_hash, rank.shard) else None
 
-    def of_peer(self, peer: Peer) -> list[OpenTurnEntry]:
-        """Every turn of one engine."""
-        return [entry for entry in self._turns.values() if entry.peer is peer]
+    def of_peer(self, peer: Peer) -> list[tuple[OpenTurnEntry, Rank]]:
+        """Every turn that one engine process has a part in, and that part."""
+        found = ((entry, entry.rank_of(peer)) for entry in self._turns.values())
+        return [(entry, rank) for entry, rank in found if rank is not None]
 
     def sessions(self) -> frozenset[SessionId]:
         """Sessions with a turn in progress."""

@@ -18,6 +18,7 @@ from kvlog.ids import parse_session_id
 from kvlog.layout import DType, Identity, Layout
 from kvlog.limits import DEFAULT, Limits
 from kvlog.link.messages import (
+    GROUP_BYTES_MAX,
     PROTOCOL,
     Acked,
     AttachBlock,
@@ -89,6 +90,12 @@ def _bytes(*, length: int | None = None, unit: int = 1) -> _Field:
         return value
 
     return _Field(unpack)
+
+
+def _group(value: object) -> bytes:
+    if not isinstance(value, bytes) or len(value) > GROUP_BYTES_MAX:
+        raise DecodeError(problem=f"expected at most {GROUP_BYTES_MAX} bytes")
+    return value
 
 
 def _flag(value: object) -> bool:
@@ -190,6 +197,7 @@ _TABLE: dict[int, tuple[type[FromEngine | FromDaemon], tuple[_Field, ...]]] = {
             _Field(_mode, _pack_mode),
             _uint(_U32),
             _Field(_flag),
+            _Field(_group),
         ),
     ),
     3: (CloseTurn, (_uint(_U64), _uint(_U32))),

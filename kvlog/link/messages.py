@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DIGEST_NONE",
+    "GROUP_BYTES_MAX",
     "PROTOCOL",
     "Acked",
     "AttachBlock",
@@ -64,8 +65,11 @@ __all__ = [
     "unpack_tokens",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version that this build speaks; there is no negotiation, engine and daemon are upgraded together."""
+
+GROUP_BYTES_MAX = 16
+"""Of an OpenTurn's group: a digest."""
 
 DIGEST_NONE = Digest(bytes(16))
 """The context of a request without LoRA, media or salt."""
@@ -111,6 +115,10 @@ class UnloggedReason(StrEnum):
     """There is no daemon; the engine asks again after it has connected."""
     NO_ANSWER = "no_answer"
     """The daemon did not answer in time; the engine asks again."""
+    RANK_MISSING = "rank_missing"
+    """Not every rank of the engine asked for the turn in time, or one left before the answer; they ask again."""
+    RANKS_DIFFER = "ranks_differ"
+    """The ranks of the engine do not ask for the same thing: another model, context, mode or other token ids."""
     NO_SESSION = "no_session"
     """The request does not want to be logged."""
 
@@ -128,6 +136,7 @@ _PASSING = frozenset(
         UnloggedReason.STOPPING,
         UnloggedReason.NO_LINK,
         UnloggedReason.NO_ANSWER,
+        UnloggedReason.RANK_MISSING,
     },
 )
 
@@ -145,11 +154,23 @@ class EndedReason(StrEnum):
     """The ring's bytes could not be read; the link is about to close."""
     ROWS_REFUSED = "rows_refused"
     """Entries of this turn did not continue it; stays unlogged."""
+    RANK_LOST = "rank_lost"
+    """Another rank of the engine has left the turn; all of them open it anew."""
 
     @property
     def passes(self) -> bool:
         """The engine may open the turn anew."""
-        return self in {EndedReason.OUTCOME_UNKNOWN, EndedReason.BROKEN, EndedReason.RING_CORRUPT}
+        return self in _ENDED_PASSING
+
+
+_ENDED_PASSING = frozenset(
+    {
+        EndedReason.OUTCOME_UNKNOWN,
+        EndedReason.BROKEN,
+        EndedReason.RING_CORRUPT,
+        EndedReason.RANK_LOST,
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +208,8 @@ class OpenTurn:
         wait_ms: how long the daemon may try to become primary before it answers CLAIM_TIMEOUT.
         take_over: the answer was begun elsewhere, or by this request before: its owner is believed gone, or willing. A
             request that is merely new must not take a session from a node that is in the middle of a turn.
+        group: what the ranks of an engine of several processes have in common, of this turn and of no other; the daemon
+            opens it when all of them have asked, for all or for none. Empty for an engine of one process.
     """
 
     request: RequestNumber
@@ -197,11 +220,15 @@ class OpenTurn:
     mode: SyncMode | None
     wait_ms: int
     take_over: bool
+    group: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseTurn:
-    """The request is over; `length` is the end of the last row that was written to the ring, or log_from."""
+    """The request is over; `length` is the end of the last row that was written to the ring, or log_from.
+
+    A turn of several ranks is over when all of them have closed it; the session has what all of them have written.
+    """
 
     turn: Turn
     length: Position

@@ -98,8 +98,11 @@ class LinkHandler(Protocol):
         """An engine wants in; its credentials have been checked."""
         ...
 
-    async def open_turn(self, peer: Peer, message: OpenTurn) -> TurnOpened | TurnUnlogged:
-        """Answer within about `message.wait_ms`. Cancelled when the link ends; `closed` follows."""
+    async def open_turn(self, peer: Peer, message: OpenTurn) -> TurnOpened | TurnUnlogged | None:
+        """Answer within about `message.wait_ms`. Cancelled when the link ends; `closed` follows.
+
+        Returns: the answer, to be sent; None: the handler has sent it.
+        """
         ...
 
     def close_turn(self, peer: Peer, message: CloseTurn) -> None:
@@ -424,7 +427,9 @@ class _PeerSession:
 
     async def _answer(self, message: OpenTurn) -> None:
         try:
-            self._peer.send(await self._handler.open_turn(self._peer, message))
+            answer = await self._handler.open_turn(self._peer, message)
+            if answer is not None:
+                self._peer.send(answer)
         finally:
             self._opening -= 1
 

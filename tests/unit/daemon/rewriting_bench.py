@@ -17,7 +17,7 @@ from daemon.rewrite import Rewriter
 from daemon.rewrite_plan import PlannerParts, RewriteRule
 from daemon.standby import PoolApplier
 from daemon.telemetry import Telemetry
-from daemon.turns import OpenTurnEntry, TurnRegistry
+from daemon.turns import OpenTurnEntry, Rank, TurnRegistry
 from kvlog.buffers.blocks import Key
 from kvlog.buffers.eviction import EvictionMarks
 from kvlog.buffers.pool import PoolOptions, open_pool
@@ -112,8 +112,7 @@ class Bench:
     def _handle_the_rest(self) -> None:
         self.shell.handle(fx.AppendRecord, self._append)
         self.shell.handle(fx.ReadWatermark, self._watermark)
-        for told in (fx.TurnOpened, fx.TurnUnlogged, fx.TurnAcknowledged, fx.TurnEnded, fx.TurnFenced):
-            self.shell.handle(told, self.answers.append)
+        self._handle_told()
         for said in (
             fx.SessionClaimed,
             fx.RecordRefused,
@@ -122,6 +121,10 @@ class Bench:
             fx.SessionEnded,
         ):
             self.shell.handle(said, lambda effect: None)
+
+    def _handle_told(self) -> None:
+        for told in (fx.TurnOpened, fx.TurnUnlogged, fx.TurnAcknowledged, fx.TurnEnded, fx.TurnFenced):
+            self.shell.handle(told, self.answers.append)
 
     def _watermark(self, effect: fx.ReadWatermark) -> None:
         nonce = Nonce(len(self.log).to_bytes(16, "big"))
@@ -171,7 +174,7 @@ class Bench:
     @staticmethod
     def _entry(opened: fx.TurnOpened) -> OpenTurnEntry:
         peer = cast("Peer", object())
-        return OpenTurnEntry(peer, S, opened.turn, opened.epoch, FULL, LAYOUT, session_hash(S))
+        return OpenTurnEntry((Rank(peer),), S, opened.turn, opened.epoch, FULL, LAYOUT, session_hash(S))
 
     async def settled(self) -> None:
         """What was appended has been read back."""

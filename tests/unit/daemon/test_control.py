@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from daemon.control import ControlOptions, EngineControl
-from daemon.turns import OpenTurnEntry, TurnRegistry
+from daemon.turns import OpenTurnEntry, Rank, TurnRegistry
 from kvlog.buffers.ring import session_hash
 from kvlog.core import effects as fx
 from kvlog.ids import Epoch, NodeId, SessionId, Turn
 from kvlog.layout import DType, Layout
+from kvlog.limits import DEFAULT
 from kvlog.link import messages as link
 from kvlog.modes import FULL
 
@@ -31,7 +32,7 @@ def control(turns: TurnRegistry, stepped: list[Any]) -> EngineControl:
     )
     counted = SimpleNamespace(labels=lambda _: SimpleNamespace(inc=lambda: None))
     telemetry = SimpleNamespace(say=lambda *_, **__: None, metrics=SimpleNamespace(turns_unlogged=counted))
-    parts: Any = SimpleNamespace(turns=turns, shell=shell, telemetry=telemetry)
+    parts: Any = SimpleNamespace(turns=turns, shell=shell, telemetry=telemetry, limits=DEFAULT)
     pool: Any = SimpleNamespace(memory=SimpleNamespace(reader_fd=lambda: -1))
     neighbours: Any = None
     options = ControlOptions(
@@ -43,9 +44,14 @@ def control(turns: TurnRegistry, stepped: list[Any]) -> EngineControl:
 def closing_entry(peer: Any) -> OpenTurnEntry:
     """A turn that its engine has closed; 100 bytes of its ring are still to be read."""
     layout = Layout(1, 2, 1, 4, DType.FLOAT32)
-    entry = OpenTurnEntry(peer, S, Turn(1), Epoch(1), FULL, layout, session_hash(S))
-    entry.closing_at = 100
+    entry = OpenTurnEntry((Rank(peer),), S, Turn(1), Epoch(1), FULL, layout, session_hash(S))
+    entry.ranks[0].closing_at = 100
     return entry
+
+
+def one_process() -> Any:  # as little of a Peer as is asked for
+    """An engine of one process."""
+    return SimpleNamespace(hello=SimpleNamespace(identity=SimpleNamespace(shards=1), shard=0))
 
 
 def ask(wait_ms: int) -> link.OpenTurn:
@@ -58,9 +64,9 @@ def ask(wait_ms: int) -> link.OpenTurn:
 async def test_open_turn_behind_a_closing_one_is_asked_again_not_refused_for_good() -> None:
     """Rows that need longer than the request may wait are no other request: the answer passes."""
     stepped: list[Any] = []
-    turns, peer = TurnRegistry(), SimpleNamespace(hello=SimpleNamespace(identity=None))
+    turns, peer = TurnRegistry(), one_process()
     turns.add(closing_entry(peer))
-    answer = await control(turns, stepped).open_turn(peer, ask(20))  # type: ignore[arg-type]
+    answer = await control(turns, stepped).open_turn(peer, ask(20))
     assert isinstance(answer, link.TurnUnlogged)
     assert (link.UnloggedReason.CLAIM_TIMEOUT, True, []) == (answer.reason, answer.reason.passes, stepped)
 
@@ -68,8 +74,8 @@ async def test_open_turn_behind_a_closing_one_is_asked_again_not_refused_for_goo
 async def test_open_turn_behind_a_closing_one_goes_on_when_it_is_closed() -> None:
     """It waits for the rows, and then the core decides."""
     stepped: list[Any] = []
-    turns, peer = TurnRegistry(), SimpleNamespace(hello=SimpleNamespace(identity=None))
+    turns, peer = TurnRegistry(), one_process()
     turns.add(closing_entry(peer))
     asyncio.get_running_loop().call_later(0.01, turns.pop, Turn(1))
-    await control(turns, stepped).open_turn(peer, ask(1000))  # type: ignore[arg-type]
+    await control(turns, stepped).open_turn(peer, ask(1000))
     assert 1 == len(stepped)

@@ -10,7 +10,7 @@ from daemon.codec import CodecChooser
 from daemon.intake import IntakeParts, RowIntake
 from daemon.pace import Pacer
 from daemon.telemetry import Telemetry
-from daemon.turns import OpenTurnEntry, TurnRegistry
+from daemon.turns import OpenTurnEntry, Rank, TurnRegistry
 from kvlog.buffers.memory import attach
 from kvlog.buffers.ring import RingWriter, TableRow, create_ring, session_hash
 from kvlog.core.inputs import CloseTurn, EncodedRows
@@ -81,16 +81,23 @@ class Bench:
     def open(self, turn: int, mode: SyncMode = FULL, peer: Peer | None = None) -> OpenTurnEntry:
         """A turn of an engine, this one's if no other is named."""
         hashed = session_hash(SESSION)
-        entry = OpenTurnEntry(peer or self.peer, SESSION, Turn(turn), Epoch(3), mode, LAYOUT, hashed)
+        entry = OpenTurnEntry((Rank(peer or self.peer),), SESSION, Turn(turn), Epoch(3), mode, LAYOUT, hashed)
         self.turns.add(entry)
         return entry
 
     def write(
-        self, turn: int, start: int, tokens: Sequence[int], *, row_bytes: int = ROW, epoch: int = 3
+        self,
+        turn: int,
+        start: int,
+        tokens: Sequence[int],
+        *,
+        row_bytes: int = ROW,
+        written_for: tuple[int, int] = (3, 0),
     ) -> None:
-        """One step of the engine; a row's bytes are its token's."""
+        """One step of the engine, for an epoch and shard; a row's bytes are its token's."""
+        epoch, shard = written_for
         row = TableRow(
-            Turn(turn), Epoch(epoch), session_hash(SESSION), Shard(0), Position(start), len(tokens)
+            Turn(turn), Epoch(epoch), session_hash(SESSION), Shard(shard), Position(start), len(tokens)
         )
         reservation = self.writer.reserve([row], tokens, row_bytes)
         if row_bytes:
@@ -136,18 +143,19 @@ async def test_intake_gives_each_step_to_the_core() -> None:
         assert [logged(1, 0, 5, 6), logged(1, 2, 7)] == await bench.told(2)
 
 
-async def test_intake_drops_rows_of_other_turns_epochs_and_engines() -> None:
+async def test_intake_drops_rows_of_other_turns_epochs_engines_and_shards() -> None:
     """RULE ring: numbers restart with the daemon, and an engine's ring speaks for its own turns only."""
     async with running() as bench:
         bench.open(1)
         bench.open(2, peer=bench.other)
         bench.write(9, 0, [1])
-        bench.write(1, 0, [2], epoch=4)
+        bench.write(1, 0, [2], written_for=(4, 0))
         bench.write(2, 0, [3])
+        bench.write(1, 0, [3], written_for=(3, 1))
         bench.write(1, 0, [4])
         assert [logged(1, 0, 4)] == await bench.told(1)
         dropped = bench.parts.telemetry.metrics.rows_dropped._value.get()
-        assert dropped == 3
+        assert dropped == 4
 
 
 async def test_intake_holds_rows_back_until_there_are_enough() -> None:
@@ -181,7 +189,7 @@ async def test_intake_of_a_closed_turn_flushes_what_was_held_back_then_ends_it()
     async with running() as bench:
         entry = bench.open(1, parse_sync_mode("every:100,60000ms"))
         bench.write(1, 0, [5, 6])
-        bench.intake.close_turn(entry)
+        bench.intake.close_turn(entry.ranks[0])
         assert [logged(1, 0, 5, 6), CloseTurn(Turn(1))] == await bench.told(2)
         assert bench.turns.get(Turn(1)) is None
 

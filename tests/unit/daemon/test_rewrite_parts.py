@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from daemon import turns
 from daemon.eviction import Evictor
 from daemon.node import NodeShell
-from daemon.turns import OpenTurnEntry, TurnRegistry
+from daemon.turns import OpenTurnEntry, Rank, TurnRegistry
 from kvlog.buffers.blocks import Key
 from kvlog.buffers.eviction import EvictionMarks
 from kvlog.buffers.pool import PoolOptions, open_pool
@@ -61,7 +61,7 @@ def test_diverted_effect_goes_to_its_handler_only_if_it_is_not_taken() -> None:
 def entry(number: int, session: str) -> OpenTurnEntry:
     """A turn in progress."""
     peer = cast("Peer", object())
-    return OpenTurnEntry(peer, SessionId(session), Turn(number), Epoch(1), FULL, LAYOUT, number)
+    return OpenTurnEntry((Rank(peer),), SessionId(session), Turn(number), Epoch(1), FULL, LAYOUT, number)
 
 
 def test_turns_say_when_a_session_was_last_used(monkeypatch: pytest.MonkeyPatch) -> None:

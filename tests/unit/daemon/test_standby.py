@@ -12,7 +12,7 @@ import pytest
 from daemon.eviction import Evictor
 from daemon.standby import LogTail, PoolApplier
 from daemon.telemetry import Telemetry
-from daemon.turns import OpenTurnEntry, TurnRegistry
+from daemon.turns import OpenTurnEntry, Rank, TurnRegistry
 from kvlog.buffers.blocks import Key
 from kvlog.buffers.eviction import EvictionMarks
 from kvlog.buffers.pool import PoolOptions, open_pool
@@ -98,7 +98,9 @@ class Standby:
         """The session has a turn in progress."""
         hashed = session_hash(session)
         peer = cast("Peer", None)
-        self.turns.add(OpenTurnEntry(peer, SessionId(session), Turn(1), Epoch(1), FULL, LAYOUT, hashed))
+        self.turns.add(
+            OpenTurnEntry((Rank(peer),), SessionId(session), Turn(1), Epoch(1), FULL, LAYOUT, hashed)
+        )
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ OPEN_TURN = OpenTurn(
     SyncMode(SyncKind.EVERY, 16, 50),
     1500,
     take_over=True,
+    group=bytes(range(16)),
 )
 WELCOME = Welcome(PROTOCOL, bytes(range(16)), NodeId("a"), 1 << 26, 1 << 30, 1 << 20, 1024, "cpu")
 TURN_OPENED = TurnOpened(

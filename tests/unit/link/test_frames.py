@@ -13,6 +13,7 @@ from kvlog.ids import Position, SessionId, Shard
 from kvlog.limits import DEFAULT, TINY
 from kvlog.link.frames import DaemonFrames, EngineFrames, encode
 from kvlog.link.messages import (
+    PROTOCOL,
     AttachBlock,
     Ping,
     Pong,
@@ -100,20 +101,23 @@ def test_frames_length_out_of_bounds_is_refused_before_its_bytes_come(length):
         (5, "x" * 257),
         (5, b"bytes"),
         (5, {}),
-        (2, 1, "s", b"123", bytes(16), 0, None, 0, False),
-        (2, 1, "s", b"1234", bytes(15), 0, None, 0, False),
-        (2, 1, "s", b"1234", bytes(16), 0, "every:0,5ms", 0, False),
-        (2, 1, "s", b"1234", bytes(16), 0, 5, 0, False),
+        (2, 1, "s", b"123", bytes(16), 0, None, 0, False, b""),
+        (2, 1, "s", b"1234", bytes(15), 0, None, 0, False, b""),
+        (2, 1, "s", b"1234", bytes(16), 0, "every:0,5ms", 0, False, b""),
+        (2, 1, "s", b"1234", bytes(16), 0, 5, 0, False, b""),
         (2, 1, "s", b"1234", bytes(16), 0, None, 0),
-        (2, 1, "s", b"1234", bytes(16), 0, None, 0, 1),
-        (2, 1, "s", b"1234", bytes(16), 0, None, 0, None),
-        (1, 1, "e", 1, [], 0),
-        (1, 1, "e", 1, [bytes(16), bytes(16), 1, 2, 1, 8, "float64", 1], 0),
-        (1, 1, "e", 1, [bytes(16), bytes(16), 0, 2, 1, 8, "float32", 1], 0),
-        (1, 1, "e", 1, [bytes(16), bytes(16), 1, 2, 1, 8, "float32", 0], 0),
-        (1, 1, "e", 1, [bytes(16), bytes(16), 1 << 20, 1 << 20, 1 << 20, 1 << 20, "float32", 1], 0),
-        (1, 1, "e", 1, [bytes(16), bytes(16), 1, 2, 1, 8, "float32", 1], 1),
-        (1, 1, "e" * 1025, 1, [bytes(16), bytes(16), 1, 2, 1, 8, "float32", 1], 0),
+        (2, 1, "s", b"1234", bytes(16), 0, None, 0, False),
+        (2, 1, "s", b"1234", bytes(16), 0, None, 0, False, "group"),
+        (2, 1, "s", b"1234", bytes(16), 0, None, 0, False, bytes(17)),
+        (2, 1, "s", b"1234", bytes(16), 0, None, 0, 1, b""),
+        (2, 1, "s", b"1234", bytes(16), 0, None, 0, None, b""),
+        (1, PROTOCOL, "e", 1, [], 0),
+        (1, PROTOCOL, "e", 1, [bytes(16), bytes(16), 1, 2, 1, 8, "float64", 1], 0),
+        (1, PROTOCOL, "e", 1, [bytes(16), bytes(16), 0, 2, 1, 8, "float32", 1], 0),
+        (1, PROTOCOL, "e", 1, [bytes(16), bytes(16), 1, 2, 1, 8, "float32", 0], 0),
+        (1, PROTOCOL, "e", 1, [bytes(16), bytes(16), 1 << 20, 1 << 20, 1 << 20, 1 << 20, "float32", 1], 0),
+        (1, PROTOCOL, "e", 1, [bytes(16), bytes(16), 1, 2, 1, 8, "float32", 1], 1),
+        (1, PROTOCOL, "e" * 1025, 1, [bytes(16), bytes(16), 1, 2, 1, 8, "float32", 1], 0),
     ],
 )
 def test_frames_wrong_fields_are_refused(values):
@@ -133,8 +137,8 @@ def test_frames_bytes_that_are_no_array_are_refused(body):
 
 def test_frames_hello_of_another_protocol_is_told_apart_from_junk():
     """A daemon can answer an older or newer build instead of dropping it."""
-    with pytest.raises(UnknownVersion, match="protocol 2"):
-        decode_engine(raw(1, 2, "whatever", "follows"))
+    with pytest.raises(UnknownVersion, match="protocol 1, this build speaks 2"):
+        decode_engine(raw(1, 1, "whatever", "follows"))
 
 
 def test_frames_message_of_the_wrong_side_is_refused():
