@@ -44,6 +44,8 @@ class UnloggedCause(StrEnum):
     STREAMING_INPUT = "streaming_input"
     PARAMETERS = "invalid_parameters"
     OLD_WEIGHTS = "old_weights"
+    FAULT = "fault"
+    """A worker has met an error that nobody foresaw, and logs nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +125,15 @@ class CloseAsk:
 class StepPlan:
     """All of one step; in this order: closes, renew, opens, loads, then, after the computation, rows.
 
-    `renew`: the weights may be others from now on: what this engine computes fits no log written before.
+    `renew`: the weights may be others from now on: what this engine computes fits no log written before. It is then a
+    word that nobody has used before, the same for all workers; else empty.
     """
 
     closes: tuple[CloseAsk, ...] = ()
     opens: tuple[OpenAsk, ...] = ()
     loads: tuple[LoadAsk, ...] = ()
     rows: tuple[RowsAt, ...] = ()
-    renew: bool = False
+    renew: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

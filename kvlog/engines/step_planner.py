@@ -11,9 +11,10 @@ time is passed in. One thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvlog.checksums import digest
 from kvlog.engines.step_plan import (
     CloseAsk,
     LoadAsk,
@@ -58,12 +59,14 @@ class PlannerOptions:
         shards: workers that must say ready.
         held_blocks_max: blocks of finished requests that are kept for the log at a time.
         rows_at_once_max: a load of more rows is done beside the steps instead of in one.
+        instance: random bytes that no other engine has; what the workers call a turn, or new weights, begins with it.
     """
 
     wait_seconds: float = 2.0
     shards: int = 1
     held_blocks_max: int = 0
     rows_at_once_max: int = 1 << 62
+    instance: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,8 @@ class StepPlanner:
         self._closes: list[CloseAsk] = []
         self._opens: list[OpenAsk] = []
         self._loads: list[LoadAsk] = []
-        self._renewed = False
+        self._renewals = 0
+        self._renewal = b""
         self.unlogged: dict[str, int] = {}
 
     def add(self, request: NewRequest) -> None:
@@ -214,9 +218,9 @@ class StepPlanner:
                 self._give_up_turn(tracked)
         rows = tuple(self._rows(each) for each in scheduled if self._is_followed(each.name))
         plan = StepPlan(
-            tuple(self._closes), tuple(self._opens), tuple(self._loads), rows, renew=self._renewed
+            tuple(self._closes), tuple(self._opens), tuple(self._loads), rows, renew=self._renewal
         )
-        self._closes, self._opens, self._loads, self._renewed = [], [], [], False
+        self._closes, self._opens, self._loads, self._renewal = [], [], [], b""
         return plan
 
     def plan_loads(self) -> StepPlan:
@@ -236,6 +240,10 @@ class StepPlanner:
             if tracked is not None:
                 if dropped.cause == UnloggedReason.FENCED and tracked.cause is None:
                     fenced.append(tracked.request.name)
+                if tracked.cause is None and self._options.shards > 1:
+                    self._closes.append(
+                        CloseAsk(dropped.key)
+                    )  # what one worker cannot log is of no use to the others
                 self._drop(tracked, dropped.cause)
         return fenced
 
@@ -268,7 +276,8 @@ class StepPlanner:
             elif tracked.key != _NO_TURN:
                 self._give_up_turn(tracked)
             tracked.previous = _NO_TURN
-        self._opens, self._loads, self._renewed = [], [], True
+        self._renewals += 1
+        self._opens, self._loads, self._renewal = [], [], self._named("weights", self._renewals)
 
     def _is_followed(self, name: str) -> bool:
         tracked = self._requests.get(name)
@@ -293,7 +302,12 @@ class StepPlanner:
         self._by_key[tracked.key] = tracked
         turn = tracked.request.turn
         assert not isinstance(turn, str), "dropped when it was added"
+        if self._options.shards > 1:
+            turn = replace(turn, group=self._named("turn", tracked.key))
         self._opens.append(OpenAsk(tracked.key, turn, pack_tokens(tokens), tracked.local, tracked.previous))
+
+    def _named(self, kind: str, number: int) -> bytes:
+        return digest(self._options.instance, kind.encode(), number.to_bytes(8, "little"))
 
     def _give_up_turn(self, tracked: _Tracked) -> None:
         """End the log at the cursor: the blocks belong to somebody else soon."""

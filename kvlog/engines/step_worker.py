@@ -55,10 +55,12 @@ class WorkerOptions:
     Args:
         hold_seconds: how long a finished request's blocks are held to write what is behind.
         staging_bytes_max: verified rows that wait to be loaded, of all turns together; more are computed instead.
+        shards: workers that compute each row together.
     """
 
     hold_seconds: float = 2.0
     staging_bytes_max: int = 2 << 30
+    shards: int = 1
 
 
 @dataclass(slots=True)
@@ -114,7 +116,11 @@ class _Staged:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One turn on this worker."""
+    """One turn on this worker.
+
+    `loaded_now`: rows below were loaded in this step. Whether the other workers' loads went well is known after it:
+    what was computed on top is not written before the next step says how far it counts.
+    """
 
     ask: OpenAsk
     tokens: list[int]
@@ -125,6 +131,7 @@ class _Entry:
     staged_bytes: int = 0
     reported: bool = False
     spoilt: bool = False
+    loaded_now: int | None = None
     dropped: bool = False
     closing: CloseAsk | None = None
     until: float = 0.0
@@ -135,7 +142,7 @@ class StepWorker:
     """Carries out plans; used by the engine's computing thread.
 
     Args:
-        start_replicator: gives a started replicator for a generation of weights; 0: those of the engine's start.
+        start_replicator: gives a started replicator for weights by the plan's word; empty: those of the engine's start.
         store: the cache.
         shard: this worker's.
         options: bounds.
@@ -143,14 +150,13 @@ class StepWorker:
 
     def __init__(
         self,
-        start_replicator: Callable[[int], Replicator],
+        start_replicator: Callable[[bytes], Replicator],
         store: PagedStore,
         shard: Shard,
         options: WorkerOptions,
     ) -> None:
         self._start_replicator = start_replicator
-        self._generation = 0
-        self._replicator = start_replicator(0)
+        self._replicator = start_replicator(b"")
         self._store = store
         self._shard = shard
         self._options = options
@@ -173,7 +179,7 @@ class StepWorker:
         for close in plan.closes:
             self._close(close, now)
         if plan.renew:
-            self._renew(now)
+            self._renew(plan.renew, now)
         for ask in plan.opens:
             tokens = list(unpack_tokens(ask.tokens))
             entry = self._entries[ask.key] = _Entry(ask, tokens, PagedRows(self._store))
@@ -184,6 +190,8 @@ class StepWorker:
         """Put verified rows into blocks."""
         for ask in plan.loads:
             staged = self._take_staged(ask)
+            if self._options.shards > 1 and not ask.beside and ask.key in self._entries:
+                self._entries[ask.key].loaded_now = ask.length
             if ask.beside and staged is not None:
                 self._loading[ask.beside] = (ask, self._stagers.submit(self._fill, ask, staged))
                 continue
@@ -249,15 +257,14 @@ class StepWorker:
 
     # Turns
 
-    def _renew(self, now: float) -> None:
+    def _renew(self, weights: bytes, now: float) -> None:
         """End everything, and introduce ourselves to the daemon as another model."""
         for entry in tuple(self._entries.values()):
             self._end(entry, now)
         self._waiting = []
         # Not here: a connect in progress may take seconds to notice.
         threading.Thread(target=self._replicator.close, name="kvlog-close", daemon=True).start()
-        self._generation += 1
-        self._replicator = self._start_replicator(self._generation)
+        self._replicator = self._start_replicator(weights)
 
     def _begin_waiting(self) -> None:
         """Begin turns whose session is not just being closed here: the daemon would answer that it is busy."""
@@ -430,8 +437,9 @@ class StepWorker:
             return
         entry.rows.take_blocks(rows.blocks, anew=rows.anew)
         entry.tokens += rows.tokens
-        entry.rows.settle(0 if entry.spoilt else rows.length)
-        entry.spoilt = False
+        length = rows.length if entry.loaded_now is None else min(rows.length, entry.loaded_now)
+        entry.rows.settle(0 if entry.spoilt else length)
+        entry.spoilt, entry.loaded_now = False, None
         if entry.handle is None and entry.pending is not None:
             entry.handle = entry.pending.settle()  # it began without waiting for the answer
         if entry.staging is not None:  # and without what was staged

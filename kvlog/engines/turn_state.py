@@ -61,6 +61,7 @@ class TurnRequest:
         mode: None: the daemon's setting.
         wait_seconds: how long the daemon may try to become primary.
         take_over: the answer was begun elsewhere; take the session even from a node that is busy with it.
+        group: what all ranks of an engine of several processes say of this turn, and of no other; empty: there is one.
     """
 
     session: SessionId
@@ -68,6 +69,7 @@ class TurnRequest:
     mode: SyncMode | None = None
     wait_seconds: float = 1.0
     take_over: bool = False
+    group: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,7 @@ class TurnState:
             mode=asked.mode,
             wait_ms=int(1000 * asked.wait_seconds),
             take_over=asked.take_over or self.epoch > 0,
+            group=asked.group,
         )
 
     def begin(self, now: float, give_up_at: float) -> int | None:
@@ -263,6 +266,9 @@ class TurnState:
             return
         delay = min(RETRY_SECONDS_MIN * 2 ** min(self._refusals, 16), RETRY_SECONDS_MAX)
         self._refusals += 1
+        if reason is UnloggedReason.RANK_MISSING:
+            # Shorter than the daemon waits for the others: so each of them waits most of the time, and they meet.
+            delay = min(delay, self.request.wait_seconds / 2)
         self.phase = Unlogged(reason, now + delay if reason.passes else float("inf"))
 
     def _fence(self) -> None:

@@ -6,7 +6,7 @@ it has the cache and the daemon (vllm_worker). Between them travel a plan with e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.transformers_utils.repo_utils import try_get_local_file
 
@@ -26,6 +27,7 @@ from kvlog.engines.vllm_settings import ConnectorSettings
 from kvlog.engines.vllm_stats import KvlogPromMetrics, KvlogStats
 from kvlog.engines.vllm_support import CacheGroup, EngineFacts, check_api, check_version, refuse_unsupported
 from kvlog.engines.vllm_worker import WorkerHalf, engine_identity, layers_in_order, open_store
+from kvlog.ids import Shard
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +78,7 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
                 blocks=kv_cache_config.num_blocks,
                 row_bytes=_row_bytes(kv_cache_config),
                 engine=str(vllm_config.kv_transfer_config.engine_id),
+                shards=vllm_config.parallel_config.tensor_parallel_size,
             )
 
     @property
@@ -163,7 +166,13 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
                 "overrides": model.hf_overrides,
             },
         )
-        self._worker = WorkerHalf.start(self._settings, store, identity, f"vllm {vllm.__version__}")
+        self._worker = WorkerHalf.start(
+            self._settings,
+            store,
+            replace(identity, shards=config.parallel_config.tensor_parallel_size),
+            engine=f"vllm {vllm.__version__}",
+            shard=Shard(get_tensor_model_parallel_rank()),
+        )
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:  # noqa: ANN401
         """Before blocks are overwritten."""
@@ -243,6 +252,9 @@ def _facts(config: Any, cache: Any) -> EngineFacts:  # noqa: ANN401 - theirs
     return EngineFacts(
         groups=tuple(_group(group) for group in cache.kv_cache_groups),
         tensor_parallel=parallel.tensor_parallel_size,
+        kv_heads=config.model_config.get_total_num_kv_heads(),
+        nodes=parallel.nnodes,
+        executor=str(parallel.distributed_executor_backend),
         pipeline_parallel=parallel.pipeline_parallel_size,
         data_parallel=parallel.data_parallel_size,
         context_parallel=parallel.decode_context_parallel_size,

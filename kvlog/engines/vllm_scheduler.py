@@ -7,6 +7,7 @@ nobody has filled would be wrong in silence.
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,11 +35,14 @@ class SchedulerHalf:
     Args:
         settings: of the connector.
         blocks: of the whole cache.
-        row_bytes: of one position, all layers.
+        row_bytes: of one position, all layers, on one rank.
         engine: vLLM's id of this engine.
+        shards: ranks.
     """
 
-    def __init__(self, settings: ConnectorSettings, *, blocks: int, row_bytes: int, engine: str) -> None:
+    def __init__(
+        self, settings: ConnectorSettings, *, blocks: int, row_bytes: int, engine: str, shards: int = 1
+    ) -> None:
         self._board = FenceBoard(engine)
         self._board.start()
         self._broken = False
@@ -48,6 +52,8 @@ class SchedulerHalf:
         self._planner = StepPlanner(
             PlannerOptions(
                 wait_seconds=settings.wait_seconds,
+                shards=shards,
+                instance=os.urandom(16),
                 held_blocks_max=int(settings.hold_blocks_share * blocks),
                 rows_at_once_max=settings.load_step_bytes // row_bytes,
             )

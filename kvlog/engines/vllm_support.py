@@ -71,6 +71,9 @@ class EngineFacts:
     Args:
         groups: KV cache groups.
         tensor_parallel: size.
+        kv_heads: of a layer, all ranks together.
+        nodes: machines of the engine.
+        executor: how its ranks are started.
         pipeline_parallel: size.
         data_parallel: size.
         context_parallel: size, prefill and decode together.
@@ -84,6 +87,9 @@ class EngineFacts:
 
     groups: tuple[CacheGroup, ...]
     tensor_parallel: int = 1
+    kv_heads: int = 1
+    nodes: int = 1
+    executor: str = "mp"
     pipeline_parallel: int = 1
     data_parallel: int = 1
     context_parallel: int = 1
@@ -157,7 +163,6 @@ def _dotted(version: tuple[int, int]) -> str:
 
 def _parallel(facts: EngineFacts) -> ConfigError | None:
     sizes = {
-        "--tensor-parallel-size": facts.tensor_parallel,
         "--pipeline-parallel-size": facts.pipeline_parallel,
         "--data-parallel-size": facts.data_parallel,
         "--decode-context-parallel-size": facts.context_parallel,
@@ -165,8 +170,20 @@ def _parallel(facts: EngineFacts) -> ConfigError | None:
     for option, size in sizes.items():
         if size != 1:
             return _refusal(
-                option, f"{size} is not served", "1: one process computes all of a session's rows"
+                option, f"{size} is not served", "1: each rank computes its heads of all of a session's rows"
             )
+    return _tensor_parallel(facts)
+
+
+def _tensor_parallel(facts: EngineFacts) -> ConfigError | None:
+    """A rank has a shard of each row, and all ranks have one daemon."""
+    size, option = facts.tensor_parallel, "--tensor-parallel-size"
+    if facts.kv_heads % size:
+        problem = f"{size} ranks do not divide {facts.kv_heads} KV heads: some would be kept twice"
+        return _refusal(option, problem, f"a divisor of {facts.kv_heads}")
+    if size > 1 and (facts.nodes > 1 or facts.executor == "ray"):
+        where = f"{facts.nodes} machines" if facts.nodes > 1 else "ranks that ray places"
+        return _refusal(option, f"{size} over {where}: all ranks need one kvlogd", "one machine, executor mp")
     return None
 
 

@@ -6,7 +6,6 @@ answered, so that no block stays held and no load is believed in.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +16,7 @@ import torch
 from kvlog.checksums import digest
 from kvlog.engines.paged_rows import PagedStore
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
-from kvlog.engines.step_plan import StepReport
+from kvlog.engines.step_plan import Dropped, StepReport, UnloggedCause
 from kvlog.engines.step_worker import StepWorker, WorkerOptions
 from kvlog.engines.transformers_identity import model_digest, weights_digest
 from kvlog.engines.vllm_probe import probe_page_map
@@ -45,14 +44,27 @@ CacheLayer = tuple[torch.Tensor, "Callable[..., None]"]
 """One layer's cache, [blocks, heads, block_size, 2 · head_dim], and its kernel's writer of rows into slots."""
 
 
-class WorkerHalf:
-    """One per worker process."""
+_FIRST: Final = Shard(0)
 
-    def __init__(self, worker: StepWorker) -> None:
+_ALIKE: Final = frozenset({"saved_tokens", "loaded_tokens", "turns_cut", "turns_fenced"})
+"""What every rank counts of the same tokens and turns: vLLM adds ranks up, so one of them says it."""
+
+
+class WorkerHalf:
+    """One per worker process.
+
+    Args:
+        worker: what it drives.
+        counts_for_all: it says what all ranks count alike.
+    """
+
+    def __init__(self, worker: StepWorker, *, counts_for_all: bool = True) -> None:
         self._worker = worker
+        self._left_out = frozenset() if counts_for_all else _ALIKE
         self._held: set[str] = set()
         self._awaited: set[str] = set()
         self._broken = False
+        self._refused: list[Dropped] = []
         self._failed_blocks: set[int] = set()
         self._counted_here: dict[str, float] = {}
         self._counted_there: dict[str, float] = {}
@@ -60,22 +72,30 @@ class WorkerHalf:
 
     @classmethod
     def start(
-        cls, settings: ConnectorSettings, store: PagedStore, identity: Identity, engine: str
+        cls,
+        settings: ConnectorSettings,
+        store: PagedStore,
+        identity: Identity,
+        *,
+        engine: str,
+        shard: Shard = _FIRST,
     ) -> WorkerHalf:
         """Start to look for the daemon; returns at once."""
         options = ReplicatorOptions(socket=settings.link, engine=engine, step_bytes=settings.step_bytes)
 
-        def start_replicator(generation: int) -> Replicator:
-            """Weights that came later are known to nobody: their digest is ours alone."""
-            weights = identity.weights if generation == 0 else digest(identity.weights, os.urandom(16))
-            replicator = Replicator(options, replace(identity, weights=weights), Shard(0))
+        def start_replicator(renewal: bytes) -> Replicator:
+            """Weights that came later are known to nobody else: their digest is this engine's alone."""
+            weights = digest(identity.weights, renewal) if renewal else identity.weights
+            replicator = Replicator(options, replace(identity, weights=weights), shard)
             replicator.start()
             return replicator
 
         worker_options = WorkerOptions(
-            hold_seconds=settings.hold_seconds, staging_bytes_max=settings.staging_bytes
+            hold_seconds=settings.hold_seconds,
+            staging_bytes_max=settings.staging_bytes,
+            shards=identity.shards,
         )
-        return cls(StepWorker(start_replicator, store, Shard(0), worker_options))
+        return cls(StepWorker(start_replicator, store, shard, worker_options), counts_for_all=shard == _FIRST)
 
     @property
     def worker(self) -> StepWorker:
@@ -87,6 +107,8 @@ class WorkerHalf:
         self._held |= {close.held for close in plan.closes if close.held}
         self._awaited |= {ask.beside for ask in plan.loads if ask.beside}
         self._guarded(self._worker.before_step, plan)
+        if self._broken:  # else each of them would wait for an answer that never comes, on every rank
+            self._refused += [Dropped(ask.key, UnloggedCause.FAULT) for ask in plan.opens]
 
     def load(self, plan: StepPlan) -> None:
         """Before the computation."""
@@ -126,7 +148,8 @@ class WorkerHalf:
                 return self._worker.report()
             except Exception:  # noqa: BLE001  # the adapter's top: generation never fails by it
                 self._break()
-        return StepReport()
+        refused, self._refused = tuple(self._refused), []
+        return StepReport(dropped=refused)
 
     def take_increments(self) -> dict[str, float]:
         """What has been done since this was asked for, by the names of vllm_stats."""
@@ -136,7 +159,7 @@ class WorkerHalf:
         there, here = _counts_of_replicator(replicator), _counts_of_worker(self._worker)
         increments = _increments(there, self._counted_there) | _increments(here, self._counted_here)
         self._counted_there, self._counted_here = there, here
-        return increments
+        return {name: count for name, count in increments.items() if name not in self._left_out}
 
     def close(self) -> None:
         """Leave the daemon."""
@@ -212,11 +235,11 @@ def open_store(layers: Sequence[CacheLayer]) -> tuple[PagedStore, Layout]:
 def engine_identity(
     folder: Path, layout: Layout, *, architecture: str, rope: object, settings: Mapping[str, object]
 ) -> Identity:
-    """Which cache bytes this engine makes.
+    """Which cache bytes this engine makes, as one of one rank.
 
     Args:
         folder: the model's.
-        layout: of a row.
+        layout: of a row, on one rank.
         architecture: the model's class name.
         rope: rotary parameters as loaded.
         settings: of the engine that change the bytes of rows: dtype, quantization, overrides.

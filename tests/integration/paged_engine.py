@@ -1,22 +1,29 @@
-"""An engine with a paged cache and no model: a scheduler, one worker, and rows that are a function of the tokens.
+"""An engine with a paged cache and no model: a scheduler, workers, and rows that are a function of the tokens.
 
 Steps as vLLM makes them: admit or ask again, give blocks, plan, load, compute, save, draw. A row depends on all tokens
-up to its position, so a row of another session, position or prefix is a wrong one.
+up to its position and on the rank that keeps it, so a row of another session, position, prefix or shard is a wrong one.
+
+With several ranks a step's rows come of what all of them have: where one computes on a block that was not filled, the
+rows of all of them are wrong.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import partial, reduce
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from kvlog.checksums import checksum, digest
 from kvlog.engines.paged_rows import PagedStore, PageMap
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
+from kvlog.engines.step_plan import StepReport
 from kvlog.engines.step_planner import FinishedRequest, NewRequest, PlannerOptions, Scheduled, StepPlanner
 from kvlog.engines.step_worker import StepWorker, WorkerOptions
 from kvlog.engines.turn_state import TurnRequest
@@ -37,12 +44,12 @@ LAYOUT = Layout(3, 2, 2, 16, DType.BFLOAT16)
 SIZE = 16
 _PAGE = SIZE * LAYOUT.planes * LAYOUT.head_dim
 _IDENTITY = Identity(digest(b"paged"), digest(b"weights", b""), LAYOUT, 1)
-_SECONDS = 5.0
+_SECONDS = 20.0
 
 
-def row_of(tokens: list[int], position: int) -> bytes:
+def row_of(tokens: list[int], position: int, shard: int = 0) -> bytes:
     """What every paged engine computes there."""
-    seed = checksum(repr(tokens[: position + 1]).encode())
+    seed = checksum(repr((tokens[: position + 1], shard) if shard else tokens[: position + 1]).encode())
     return np.random.default_rng(seed).bytes(LAYOUT.row_bytes)
 
 
@@ -65,31 +72,62 @@ class PagedEngine:
 
     def __init__(
         self,
-        start_replicator: Callable[[int], Replicator],
+        start_replicator: Callable[[int, bytes], Replicator],
         blocks: int,
         planner: PlannerOptions,
         worker: WorkerOptions,
     ) -> None:
-        memory = np.zeros((LAYOUT.layers, blocks, LAYOUT.kv_heads, _PAGE), np.uint16)
         order = np.arange(_PAGE).reshape(SIZE, LAYOUT.planes, LAYOUT.head_dim)
-        self.store = PagedStore(list(memory), PageMap(order), LAYOUT)
+        self.stores = [
+            PagedStore(
+                list(np.zeros((LAYOUT.layers, blocks, LAYOUT.kv_heads, _PAGE), np.uint16)),
+                PageMap(order),
+                LAYOUT,
+            )
+            for _ in range(planner.shards)
+        ]
         self.planner = StepPlanner(planner)
-        self.worker = StepWorker(start_replicator, self.store, Shard(0), worker)
+        self.workers = [
+            StepWorker(partial(start_replicator, rank), store, Shard(rank), worker)
+            for rank, store in enumerate(self.stores)
+        ]
         self.requests: dict[str, Request] = {}
         self.free = list(range(blocks))
         self.chunk = 64
+        self.wait_seconds = planner.wait_seconds
         self.plans: list[StepPlan] = []
         self._preempted: list[str] = []
+        self._counted: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def worker(self) -> StepWorker:
+        """The first one."""
+        return self.workers[0]
+
+    @property
+    def store(self) -> PagedStore:
+        """The first one's."""
+        return self.stores[0]
 
     @property
     def replicator(self) -> Replicator:
-        """The worker's."""
+        """The first worker's."""
         return self.worker.replicator
 
-    def add(self, name: str, tokens: list[int], session: str | None = None, *, named: bool = True) -> Request:
+    def add(
+        self,
+        name: str,
+        tokens: list[int],
+        session: str | None = None,
+        *,
+        named: bool = True,
+        take_over: bool = False,
+    ) -> Request:
         """A new request."""
         request = self.requests[name] = Request(name, list(tokens))
-        turn = TurnRequest(session=SessionId(session or name))
+        turn = TurnRequest(
+            session=SessionId(session or name), wait_seconds=self.wait_seconds / 2, take_over=take_over
+        )
         self.planner.add(NewRequest(name, turn, request.tokens, named=named))
         return request
 
@@ -131,11 +169,11 @@ class PagedEngine:
             if not self.requests[name].running:
                 time.sleep(0.001)
 
-    def rows(self, name: str) -> list[bytes]:
+    def rows(self, name: str, rank: int = 0) -> list[bytes]:
         """What a request's blocks hold."""
         request = self.requests[name]
         out = bytearray(request.computed * LAYOUT.row_bytes)
-        self.store.gather(request.blocks, 0, memoryview(out))
+        self.stores[rank].gather(request.blocks, 0, memoryview(out))
         return [bytes(out[at : at + LAYOUT.row_bytes]) for at in range(0, len(out), LAYOUT.row_bytes)]
 
     def _step(self) -> None:
@@ -148,14 +186,17 @@ class PagedEngine:
         self._preempted = []
         plan = pickle.loads(pickle.dumps(plan))
         self.plans.append(plan)
-        self.worker.before_step(plan)
-        self.worker.load(plan)
+        for worker in self.workers:
+            worker.before_step(plan)
+            worker.load(plan)
+        unfilled = {block for worker in self.workers for block in worker._failed_blocks}
         for request in running:
-            self._compute(request, counts[request.name])
-        self.worker.after_step(plan)
-        released, received = self.worker.take_released(), self.worker.take_received()
-        failed = self.worker.take_failed_blocks()
-        report = pickle.loads(pickle.dumps(self.worker.report()))
+            self._compute(request, counts[request.name], spoilt=not unfilled.isdisjoint(request.blocks))
+        for worker in self.workers:
+            worker.after_step(plan)
+        released, received = self._of_all("take_released"), self._of_all("take_received")
+        failed = {block for worker in self.workers for block in worker.take_failed_blocks()}
+        report = self._report()
         for request in running:
             self._draw(request, failed)
         for name in received:
@@ -194,10 +235,29 @@ class PagedEngine:
             new.append(request.blocks[-1])
         return Scheduled(request.name, request.computed, count, new, anew=fresh)
 
-    def _compute(self, request: Request, count: int) -> None:
+    def _report(self) -> StepReport:
+        """What the workers say together, as vLLM puts it together."""
+        reports = [worker.report() for worker in self.workers]
+        said = [report for report in reports if not report.is_empty]
+        whole = reduce(StepReport.aggregate, said, StepReport())
+        return cast("StepReport", pickle.loads(pickle.dumps(whole)))
+
+    def _of_all(self, call: str) -> set[str]:
+        """Requests of which every worker has said so."""
+        for worker in self.workers:
+            self._counted.update((call, name) for name in getattr(worker, call)())
+        done = {key for key, count in self._counted.items() if key[0] == call and count == len(self.workers)}
+        for key in done:
+            del self._counted[key]
+        return {name for _, name in done}
+
+    def _compute(self, request: Request, count: int, *, spoilt: bool) -> None:
         at = range(request.computed, request.computed + count)
-        rows = b"".join(row_of(request.tokens, position) for position in at)
-        self.store.scatter(request.blocks, request.computed, memoryview(rows))
+        for shard, store in enumerate(self.stores):
+            rows = b"".join(row_of(request.tokens, position, shard) for position in at)
+            if spoilt and len(self.stores) > 1:
+                rows = bytes([0xDD]) * len(rows)
+            store.scatter(request.blocks, request.computed, memoryview(rows))
         request.computed += count
 
     def _draw(self, request: Request, failed: set[int]) -> None:
@@ -211,17 +271,17 @@ class PagedEngine:
         """Free blocks are overwritten by whoever comes next: here at once."""
         for block in request.blocks:
             nonsense = memoryview(bytes([0xEE]) * (SIZE * LAYOUT.row_bytes))
-            if request.name not in self._preempted:
-                self.store.scatter([block], 0, nonsense)
+            for store in self.stores if request.name not in self._preempted else ():
+                store.scatter([block], 0, nonsense)
         self.free += request.blocks
         request.blocks = []
 
 
 @contextmanager
 def paged(
-    path: Path, *, blocks: int = 64, wait: float = 2.0, at_once: int = 1000, **worker: float
+    path: Path, *, ranks: int = 1, blocks: int = 64, wait: float = 2.0, at_once: int = 1000, **worker: float
 ) -> Iterator[PagedEngine]:
-    """An engine that looks for a daemon."""
+    """An engine that looks for a daemon; each rank has a link of its own."""
     client = ClientOptions(connect_seconds=0.5, ping_seconds=0.05, dead_seconds=0.3)
     options = ReplicatorOptions(
         socket=path,
@@ -231,19 +291,27 @@ def paged(
         client=client,
     )
 
-    def start_replicator(generation: int) -> Replicator:
-        """Each generation of weights is another model."""
-        identity = replace(_IDENTITY, weights=digest(b"weights", bytes(generation)))
-        replicator = Replicator(options, identity, Shard(0))
+    def start_replicator(rank: int, renewal: bytes) -> Replicator:
+        """Weights by another name are another model."""
+        identity = replace(_IDENTITY, weights=digest(b"weights", renewal), shards=ranks)
+        replicator = Replicator(options, identity, Shard(rank))
         replicator.start()
         return replicator
 
-    planner = PlannerOptions(wait_seconds=wait, held_blocks_max=blocks, rows_at_once_max=at_once)
-    engine = PagedEngine(start_replicator, blocks, planner, WorkerOptions(**worker))  # type: ignore[arg-type]
+    planner = PlannerOptions(
+        wait_seconds=wait,
+        shards=ranks,
+        held_blocks_max=blocks,
+        rows_at_once_max=at_once,
+        instance=os.urandom(16),
+    )
+    options_of_workers = WorkerOptions(shards=ranks, **worker)  # type: ignore[arg-type]
+    engine = PagedEngine(start_replicator, blocks, planner, options_of_workers)
     try:
         yield engine
     finally:
-        engine.worker.close()
+        for each in engine.workers:
+            each.close()
 
 
 @contextmanager

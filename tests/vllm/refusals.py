@@ -71,6 +71,7 @@ def main(folder: str) -> None:
     answers = {name: said(lambda groups=groups: connect(groups)) for name, groups in specs().items()}
     for name, owner, field, value in (
         ("tensor parallel", config.parallel_config, "tensor_parallel_size", 2),
+        ("tensor parallel that does not divide", config.parallel_config, "tensor_parallel_size", 3),
         ("pipeline parallel", config.parallel_config, "pipeline_parallel_size", 2),
         ("data parallel", config.parallel_config, "data_parallel_size", 2),
         ("fp8", config.cache_config, "cache_dtype", "fp8_e4m3"),

@@ -66,8 +66,10 @@ def _leftovers() -> set[Path]:
 class VllmServer:
     """One `vllm serve`, with the watched connector, or without any."""
 
-    def __init__(self, folder: Path, name: str, model: Path) -> None:
+    def __init__(self, folder: Path, name: str, model: Path, *, cores: str = "0") -> None:
+        """`cores`: those of each rank, as VLLM_CPU_OMP_THREADS_BIND has them."""
         self.folder = folder
+        self._cores = cores
         self.name = name
         self.model = model
         self.url = ""
@@ -115,7 +117,7 @@ class VllmServer:
             "PYTHONPATH": str(ROOT),
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": self._cores,
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
@@ -174,17 +176,19 @@ class VllmServer:
         newest: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
         return newest
 
-    def turns(self, session: str) -> list[dict[str, Any]]:
-        """What the watched connector said of a session's ended turns."""
-        lines = self.watch.read_text().splitlines() if self.watch.exists() else []
+    def turns(self, session: str, rank: int = 0) -> list[dict[str, Any]]:
+        """What the watched connector of one rank said of a session's ended turns."""
+        watch = self.watch if rank == 0 else Path(f"{self.watch}.{rank}")
+        lines = watch.read_text().splitlines() if watch.exists() else []
         return [line for line in map(json.loads, lines) if line["session"] == session]
 
-    def last_turn(self, session: str, count: int = 1) -> dict[str, Any]:
+    def last_turn(self, session: str, count: int = 1, rank: int = 0) -> dict[str, Any]:
         """The newest ended turn of a session, once there are so many."""
         until(
-            lambda: len(self.turns(session)) >= count, what=f"turn {count} of {session} ended at {self.name}"
+            lambda: len(self.turns(session, rank)) >= count,
+            what=f"turn {count} of {session} ended at {self.name}",
         )
-        return self.turns(session)[-1]
+        return self.turns(session, rank)[-1]
 
 
 @dataclass(frozen=True)
@@ -203,8 +207,8 @@ class LoggedSession:
         ]
 
 
-def logged_session(log_url: str, session: str, folder: Path) -> LoggedSession:
-    """Rebuild a session from the log by `kvlog replay`."""
+def logged_session(log_url: str, session: str, folder: Path, shard: int = 0) -> LoggedSession:
+    """Rebuild a session's shard from the log by `kvlog replay`."""
     out = folder / f"replayed-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "consumers", "replay", session, "--log", log_url, "--out", str(out)]
     done = subprocess.run(
@@ -217,7 +221,7 @@ def logged_session(log_url: str, session: str, folder: Path) -> LoggedSession:
     data = whole[PREFIX_BYTES + size :]
     layers = []
     for layer in range(replayed.identity.layout.layers):
-        at = replayed.layer_at(Shard(0), layer)
+        at = replayed.layer_at(Shard(shard), layer)
         layers.append(data[at : at + replayed.layer_bytes].reshape(replayed.positions, -1))
     tokens = data[: replayed.tokens_bytes].view(np.int64).tolist()
     return LoggedSession(tokens, replayed.positions, layers)

@@ -27,7 +27,7 @@ _CALLS = (
 
 
 class WatchedConnector(KvlogConnector):
-    """Appends one JSON line to KVLOG_TEST_WATCH for each turn that ends."""
+    """Appends one JSON line to KVLOG_TEST_WATCH for each turn that ends; each rank has a file of its own."""
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Look at the blocks of turns that end, then go on."""
@@ -72,5 +72,6 @@ class WatchedConnector(KvlogConnector):
             "loads": asdict(worker._replicator.loads),
             "longest_ms": self.__dict__.get("watched_ms"),
         }
-        with Path(os.environ["KVLOG_TEST_WATCH"]).open("a") as file:
+        watch = os.environ["KVLOG_TEST_WATCH"] + (f".{worker._shard}" if worker._shard else "")
+        with Path(watch).open("a") as file:
             file.write(json.dumps(line) + "\n")

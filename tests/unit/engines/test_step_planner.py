@@ -136,6 +136,52 @@ def test_request_of_several_shards_takes_the_shortest():
     assert 30 == one.matched("r", 0, 0.0)
 
 
+def test_request_of_several_shards_waits_for_the_last():
+    """A rank that has not said ready may have nothing."""
+    one = asked([1] * 100, shards=2)
+    one.take(ready(80))
+    assert one.matched("r", 0, 1.0) is None
+    one.take(ready(80, shard=1))
+    assert 80 == one.matched("r", 0, 1.0)
+
+
+def test_turn_of_several_shards_has_a_group_of_its_own():
+    """The same on every rank, another for every turn and every engine; one process needs none."""
+
+    def groups(**options: Any) -> list[bytes]:
+        one = planner(**options)
+        for name in "ab":
+            one.add(NewRequest(name, TURN, [1, 2], named=True))
+            one.matched(name, 0, 0.0)
+        return [ask.request.group for ask in one.plan((), ()).opens]
+
+    assert [b"", b""] == groups()
+    names = [*groups(shards=2, instance=b"x"), *groups(shards=2, instance=b"y")]
+    assert [16] * 4 == [len(name) for name in names]
+    assert 4 == len(set(names))
+
+
+def test_turn_that_one_rank_cannot_log_ends_on_all():
+    """Once, whoever says so first; the request goes on unlogged."""
+    one = asked([1, 2, 3], shards=2)
+    one.take(StepReport(dropped=(Dropped(FIRST, "busy"),)))
+    one.take(StepReport(dropped=(Dropped(FIRST, "busy"),)))
+    assert ((CloseAsk(FIRST),), {"busy": 1}) == (one.plan((), ()).closes, one.unlogged)
+    assert 0 == one.matched("r", 0, 0.0)
+
+
+def test_new_weights_have_a_word_that_nobody_has_used():
+    """The same for all ranks, since it travels with the plan; another each time and in each engine."""
+    words = []
+    for instance in (b"x", b"y"):
+        one = planner(instance=instance)
+        for _ in range(2):
+            one.renew()
+            words.append(one.plan((), ()).renew)
+        assert b"" == one.plan((), ()).renew
+    assert 4 == len(set(words))
+
+
 def test_rows_carry_only_what_is_new():
     """Tokens and blocks that the worker knows are not told again."""
     tokens = [1, 2, 3]

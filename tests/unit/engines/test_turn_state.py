@@ -104,6 +104,23 @@ def test_turn_refused_again_and_again_is_asked_for_later_each_time():
     assert pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *[RETRY_SECONDS_MAX] * 3]) == pauses
 
 
+def test_turn_of_a_missing_rank_is_asked_for_again_before_the_daemon_would_give_the_others_up():
+    """Each rank waits longer than it pauses: so they meet, however far apart they began."""
+    turn, now = TurnState(TurnRequest(session=SessionId("s"), wait_seconds=1.0), [1, 2, 3]), 0.0
+    for _ in range(10):
+        attempt = asking(turn, now)
+        turn.answered(attempt, LINK, TurnUnlogged(RequestNumber(1), UnloggedReason.RANK_MISSING, ""), now)
+        assert isinstance(turn.phase, Unlogged)
+        assert 0.09 < turn.phase.again_at - now < 0.51
+        now = turn.phase.again_at
+
+
+def test_turn_says_its_group():
+    """By which the daemon finds its other ranks."""
+    turn = TurnState(TurnRequest(session=SessionId("s"), group=b"group"), [1])
+    assert b"group" == turn.message(RequestNumber(1)).group
+
+
 def test_turn_without_an_answer_is_given_up_and_a_late_one_is_not_wanted():
     """Nobody waits for ever, and what comes later is undone by the link."""
     turn = fresh()

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvlog.engines.replicator import ReplicationCounts
-from kvlog.engines.step_plan import CloseAsk, LoadAsk, StepPlan, StepReport, TurnKey
+from kvlog.engines.step_plan import CloseAsk, Dropped, LoadAsk, OpenAsk, StepPlan, StepReport, TurnKey
 from kvlog.engines.step_worker import WorkerCounts
+from kvlog.engines.turn_state import TurnRequest
 from kvlog.engines.turns import LoadCounts
 from kvlog.engines.vllm_worker import WorkerHalf
+from kvlog.ids import SessionId
 
 KEY = TurnKey(1)
 
@@ -92,6 +94,24 @@ def test_broken_worker_lets_nobody_wait_for_a_load() -> None:
     one.before_step(plan)
     one.load(plan)
     assert ({"a"}, {4, 7}, set()) == (one.take_received(), one.take_failed_blocks(), one.take_received())
+
+
+def test_broken_worker_refuses_turns_that_are_asked_for() -> None:
+    """Nobody waits for what it will never say, and the other ranks do not wait for it either."""
+    worker, one = half()
+    worker.raises = True
+    ask = OpenAsk(KEY, TurnRequest(session=SessionId("s")), b"", 0, TurnKey(0))
+    one.before_step(StepPlan(opens=(ask,)))
+    assert ((Dropped(KEY, "fault"),), ()) == (one.report().dropped, one.report().dropped)
+
+
+def test_ranks_but_the_first_leave_out_what_all_count_alike() -> None:
+    """VLLM adds ranks up: a token is saved once, though every rank saves its part of it."""
+    worker: Any = Broken()
+    one = WorkerHalf(worker, counts_for_all=False)
+    worker.counts.rows_loaded = worker.counts.load_failures = 5
+    worker.replicator.counts.rows = worker.replicator.counts.ring_full = 7
+    assert {"load_failures_blocks": 5, "skipped_steps": 7} == one.take_increments()
 
 
 def test_increments_are_what_happened_since() -> None:
