@@ -40,7 +40,11 @@ _OPTIONS: Final = {
     "p": ("--tensor-parallel-size", "2", "--max-num-batched-tokens", "64"),
     "q": ("--tensor-parallel-size", "2", "--block-size", "32"),
 }
-_EXTRA: Final[dict[str, dict[str, object]]] = {"b": {"load_step_bytes": 0}}
+_EXTRA: Final[dict[str, dict[str, object]]] = {
+    "b": {"load_step_bytes": 0},
+    "p": {"wait_seconds": 10},
+    "q": {"wait_seconds": 10},
+}
 _CORES: Final = {"p": "0|1", "q": "0|1"}
 
 _TOKENS_MAX: Final = {"b": 1024}

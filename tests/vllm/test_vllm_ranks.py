@@ -11,7 +11,7 @@ from consumers.demo_log import DemoLog
 from kvlog.ids import FIRST_OFFSET, SessionId
 from kvlog.log.settings import LogSettings
 from kvlog.records import Delta
-from tests.nodes import ask, last
+from tests.nodes import ask, last, logged_length, until
 from tests.vllm.fleet import TAKE_OVER, Row, prompt_of
 from tests.vllm.servers import logged_session
 
@@ -28,6 +28,8 @@ LOST_MAX = 200
 def assert_bytes(fleet: Fleet, node: VllmNode, session: str, turns: int = 1) -> list[dict[str, Any]]:
     """Each rank's blocks hold its shard of the log, all of it; the turn as each rank has it."""
     said = [node.server.last_turn(session, turns, rank) for rank in RANKS]
+    log, length = fleet.folder / "log", said[0]["length"]
+    until(lambda: logged_length(log, session) >= length, seconds=20, what=f"{length} rows of {session}")
     for rank, turn in zip(RANKS, said, strict=True):
         logged = logged_session(fleet.log_url, session, fleet.folder, rank)
         assert (turn["length"], turn["tokens"]) == (logged.rows, logged.tokens), f"rank {rank}"

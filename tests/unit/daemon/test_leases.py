@@ -24,7 +24,7 @@ class FakePool:
         self.blocks = SimpleNamespace(touch=lambda *_: None)
 
     def present_prefix(self, key: Any) -> int:
-        return self.present[key.shard]
+        return self.present[int(key.shard)]
 
     def pin(self, key: Any, length: Position) -> Any:
         if len(self.pinned) == self.pins:

@@ -28,7 +28,7 @@ class RankAtRandom:
     """One rank of an engine: what it knows of its turn is what it was told."""
 
     engine: int
-    link: RankLink
+    line: RankLink
     heard: int = 0
     waits: bool = False
     opened: link.TurnOpened | None = None
@@ -36,7 +36,7 @@ class RankAtRandom:
 
     def hear(self) -> list[link.TurnOpened]:
         """Take what the daemon has said since. Returns: turns that were opened."""
-        said, self.heard = self.link.told[self.heard :], len(self.link.told)
+        said, self.heard = self.line.told[self.heard :], len(self.line.told)
         opened = []
         for one in said:
             if isinstance(one, link.TurnOpened):
@@ -51,7 +51,7 @@ class RankAtRandom:
     def close(self) -> None:
         """End its part."""
         if self.opened is not None:
-            self.link.close_turn(self.opened, self.cursor)
+            self.line.close_turn(self.opened, self.cursor)
             self.opened = None
 
 
@@ -74,10 +74,10 @@ class Schedule:
         if what == "ask" and not rank.waits and rank.opened is None:
             rank.waits = True
             group = bytes([rank.engine, self.groups[rank.engine] % 256])
-            rank.link.ask(TOKENS, group, wait_ms=15, take_over=True)
+            rank.line.ask(TOKENS, group, wait_ms=15, take_over=True)
         elif what == "write" and rank.opened is not None and rank.cursor < len(TOKENS):
             end = min(len(TOKENS), rank.cursor + self._random.randint(1, 5))
-            rank.link.write(rank.opened, rank.cursor, TOKENS[rank.cursor : end])
+            rank.line.write(rank.opened, rank.cursor, TOKENS[rank.cursor : end])
             rank.cursor = end
         elif what == "close" and rank.opened is not None:
             self.groups[rank.engine] += 1
@@ -85,8 +85,8 @@ class Schedule:
                 if each.engine == rank.engine and self._random.random() < 0.8:
                     each.close()
         elif what == "die":
-            await rank.link.die()
-            shard = rank.link.shard
+            await rank.line.die()
+            shard = rank.line.shard
             self.ranks[self.ranks.index(rank)] = RankAtRandom(rank.engine, await self.bench.rank(shard))
         elif what == "claim":
             self.bench.rival_claim()
@@ -100,7 +100,7 @@ class Schedule:
             for opened in rank.hear():
                 alike = (opened.epoch, opened.log_from, opened.attach_length)
                 told = self.turns.setdefault(opened.turn, [])
-                told.append((rank.engine, rank.link.shard, alike))
+                told.append((rank.engine, rank.line.shard, alike))
                 assert 1 == len({(engine, said) for engine, _, said in told})
                 assert len(told) == len({shard for _, shard, _ in told})
         assert len(self.bench.turns) <= 1
@@ -128,7 +128,7 @@ async def test_turns_of_ranks_are_whole_and_of_one_engine_in_any_schedule(seed: 
         for rank in schedule.ranks:
             rank.close()
         await until(lambda: not len(bench.turns))
-        pair = [rank.link for rank in schedule.ranks if rank.engine == 0]
+        pair = [rank.line for rank in schedule.ranks if rank.engine == 0]
         opened = await bench.opened(pair, TOKENS, b"last")
         assert all(isinstance(one, link.TurnOpened) for one in opened)
         assert opened[0].log_from == opened[1].log_from

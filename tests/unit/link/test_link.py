@@ -57,6 +57,21 @@ def test_link_greeting_brings_welcome_and_three_descriptors(tmp_path):
         client.join(SECONDS)
 
 
+def test_link_question_may_be_answered_by_the_handler_itself(tmp_path):
+    """What it says next must not overtake its answer: nothing is sent for it a second time."""
+    with running(tmp_path / "s") as daemon, linked(tmp_path / "s") as (client, events):
+
+        def reply(asked):
+            daemon.handler.peers[0].send(replace(TURN_OPENED, request=asked.request))
+            daemon.handler.peers[0].send(Acked(Turn(3), Position(1)))
+
+        daemon.handler.reply = reply
+        assert isinstance(ask(client), TurnOpened)
+        wait_for(lambda: events.seen)
+        assert [Acked(Turn(3), Position(1))] == events.seen
+        assert not client.closed
+
+
 def test_link_question_is_answered_and_messages_keep_their_order(tmp_path):
     """What an engine sends arrives in its order; answers find their question."""
     with running(tmp_path / "s") as daemon, linked(tmp_path / "s") as (client, _):
