@@ -25,7 +25,7 @@ from kvlog.ids import NO_EPOCH
 from kvlog.link.messages import UnloggedReason, unpack_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
     from kvlog.engines.paged_rows import PagedStore
@@ -116,11 +116,7 @@ class _Staged:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One turn on this worker.
-
-    `loaded_now`: rows below were loaded in this step. Whether the other workers' loads went well is known after it:
-    what was computed on top is not written before the next step says how far it counts.
-    """
+    """One turn on this worker."""
 
     ask: OpenAsk
     tokens: list[int]
@@ -131,7 +127,6 @@ class _Entry:
     staged_bytes: int = 0
     reported: bool = False
     spoilt: bool = False
-    loaded_now: int | None = None
     dropped: bool = False
     closing: CloseAsk | None = None
     until: float = 0.0
@@ -190,8 +185,6 @@ class StepWorker:
         """Put verified rows into blocks."""
         for ask in plan.loads:
             staged = self._take_staged(ask)
-            if self._options.shards > 1 and not ask.beside and ask.key in self._entries:
-                self._entries[ask.key].loaded_now = ask.length
             if ask.beside and staged is not None:
                 self._loading[ask.beside] = (ask, self._stagers.submit(self._fill, ask, staged))
                 continue
@@ -202,8 +195,9 @@ class StepWorker:
     def after_step(self, plan: StepPlan) -> None:
         """Write the new rows of all turns into the ring."""
         started = time.perf_counter()
+        loaded = {ask.key: ask.length for ask in plan.loads if self._options.shards > 1 and not ask.beside}
         for rows in plan.rows:
-            self._follow(rows)
+            self._follow(rows, loaded)
         self._write([entry for entry in self._entries.values() if entry.handle is not None])
         now = time.monotonic()
         for entry in [entry for entry in self._entries.values() if entry.closing is not None]:
@@ -430,16 +424,24 @@ class StepWorker:
         if entry is not None:
             entry.spoilt = True
 
-    def _follow(self, rows: RowsAt) -> None:
-        """The request has been computed up to the watermark."""
+    def _follow(self, rows: RowsAt, loaded: Mapping[TurnKey, int]) -> None:
+        """The request has been computed up to the watermark.
+
+        Whether a load of this step went well on the other workers is known after it. What was computed on top of it, by
+        whoever shares its blocks, is not written before the next step says how far it counts.
+
+        Args:
+            rows: of the plan.
+            loaded: where the loads of this step end, if there are other workers.
+        """
         entry = self._entries.get(rows.key)
         if entry is None:
             return
         entry.rows.take_blocks(rows.blocks, anew=rows.anew)
+        sure = max(entry.rows.length, loaded.get(rows.key, 0)) if loaded else rows.length
         entry.tokens += rows.tokens
-        length = rows.length if entry.loaded_now is None else min(rows.length, entry.loaded_now)
-        entry.rows.settle(0 if entry.spoilt else length)
-        entry.spoilt, entry.loaded_now = False, None
+        entry.rows.settle(0 if entry.spoilt else min(rows.length, sure))
+        entry.spoilt = False
         if entry.handle is None and entry.pending is not None:
             entry.handle = entry.pending.settle()  # it began without waiting for the answer
         if entry.staging is not None:  # and without what was staged

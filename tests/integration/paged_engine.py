@@ -279,10 +279,19 @@ class PagedEngine:
 
 @contextmanager
 def paged(
-    path: Path, *, ranks: int = 1, blocks: int = 64, wait: float = 2.0, at_once: int = 1000, **worker: float
+    path: Path,
+    *,
+    ranks: int = 1,
+    blocks: int = 64,
+    wait: float = 2.0,
+    at_once: int = 1000,
+    **worker: float,
 ) -> Iterator[PagedEngine]:
-    """An engine that looks for a daemon; each rank has a link of its own."""
-    client = ClientOptions(connect_seconds=0.5, ping_seconds=0.05, dead_seconds=0.3)
+    """An engine that looks for a daemon; each rank has a link of its own.
+
+    Several ranks need a real daemon, a process that a busy machine may keep silent for longer than a fake one.
+    """
+    client = ClientOptions(connect_seconds=0.5, ping_seconds=0.05, dead_seconds=0.3 if ranks == 1 else 10.0)
     options = ReplicatorOptions(
         socket=path,
         backoff_seconds_min=0.01,

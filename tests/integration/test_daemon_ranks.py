@@ -15,7 +15,7 @@ from kvlog.ids import FIRST_OFFSET, SessionId
 from kvlog.log.settings import LogSettings
 from tests.integration.paged_engine import LAYOUT, PagedEngine, paged, row_of
 from tests.nodes import Node, daemon_config, logged_length, until
-from tests.vllm.servers import logged_session
+from tests.vllm.servers import logged_session, rows_before
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,15 +171,15 @@ def test_flipped_byte_in_one_shard_is_computed_from_there_on_both_ranks(tmp_path
 
 
 async def _copies(url: str) -> int:
-    """Copies a session, once with a damaged record of one shard. Returns: where the damage begins."""
+    """Copies a session, once with a damaged record of one shard. Returns: rows of both shards before it."""
     log = await DemoLog.open(LogSettings(url=url, partitions=4))
     log._starts = dict.fromkeys(log._starts, FIRST_OFFSET)
     try:
         story = await log.story(SessionId("origin"))
         await log.copy(story, SessionId("origin-whole"), damaged=None)
-        damaged = await log.copy(story, SessionId("origin-damaged"), damaged=len(story.entries) - 11)
-        assert damaged.damaged is not None
-        return int(damaged.damaged[1])
+        at = len(story.entries) - 11
+        await log.copy(story, SessionId("origin-damaged"), damaged=at)
+        return rows_before(story, at)
     finally:
         await log.close()
 
@@ -208,6 +208,29 @@ def test_load_that_fails_on_one_rank_is_computed_on_both_and_no_wrong_row_is_log
         assert 1 == engine.workers[1].counts.load_failures
         assert_blocks(engine, "r2")
         assert_logged(node, engine, "r2", "s", len(finish(engine, node, "r2")) - 1)
+
+
+def test_rows_of_a_step_with_a_load_are_written_a_step_later(tmp_path: Path) -> None:
+    """Also those of others: they may stand on a block that another rank has not filled."""
+    with daemons(tmp_path, "a") as (node,), two_ranks(node) as engine:
+        engine.add("r1", PROMPT, "s")
+        engine.run_until("r1", 130)
+        tokens = finish(engine, node, "r1")
+        engine.add("other", PROMPT[:20])
+        engine.run_until("other", 30)
+        engine.add("r2", [*tokens, 7], "s")
+        engine.step_until(lambda: any(plan.loads for plan in engine.plans))
+        behind = [_entry_length(engine, rank, "other") for rank in range(RANKS)]
+        assert [engine.requests["other"].computed - 1] * RANKS == behind
+        assert [129] * RANKS == [_entry_length(engine, rank, "r2") for rank in range(RANKS)]
+        engine.step()
+        caught_up = [_entry_length(engine, rank, "other") for rank in range(RANKS)]
+        assert [engine.requests["other"].computed] * RANKS == caught_up
+
+
+def _entry_length(engine: PagedEngine, rank: int, name: str) -> int:
+    key = engine.planner._requests[name].key
+    return engine.workers[rank]._entries[key].rows.length
 
 
 def _is_ready(engine: PagedEngine, name: str) -> bool:
