@@ -118,7 +118,7 @@ class SchedulerHalf:
         """Whether to hold the blocks, and what the answer says of its session."""
 
         def finished() -> tuple[bool, dict[str, Any]]:
-            over = self._planner.finished(request.request_id, blocks)
+            over = self._planner.finished(request.request_id, blocks, request.num_computed_tokens)
             return over.hold, {"kvlog": {"loaded": over.loaded, "unlogged": over.cause}}
 
         return self._guarded(finished, lambda: (False, {"kvlog": {"loaded": 0, "unlogged": "fault"}}))

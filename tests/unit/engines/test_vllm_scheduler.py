@@ -40,6 +40,7 @@ def request(tokens: int = 50, **fields: Any) -> Any:
         "cache_salt": None,
         "all_token_ids": list(range(tokens)),
         "skip_reading_prefix_cache": False,
+        "num_computed_tokens": 0,
     }
     return SimpleNamespace(**{**plain, **fields})
 
