@@ -10,7 +10,7 @@ import pickle
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    import numpy.typing as npt
+
+    from kvlog.engines.row_store import RowStore
     from kvlog.engines.step_plan import StepPlan
+
+    Memory = npt.NDArray[np.uint16]
 
 __all__ = ["LAYOUT", "SIZE", "PagedEngine", "paged", "row_of", "with_daemon"]
 
@@ -69,12 +74,14 @@ class PagedEngine:
         blocks: int,
         planner: PlannerOptions,
         worker: WorkerOptions,
+        over: Callable[[Memory], RowStore] | None = None,
     ) -> None:
         memory = np.zeros((LAYOUT.layers, blocks, LAYOUT.kv_heads, _PAGE), np.uint16)
         order = np.arange(_PAGE).reshape(SIZE, LAYOUT.planes, LAYOUT.head_dim)
         self.store = PagedStore(list(memory), PageMap(order), LAYOUT)
         self.planner = StepPlanner(planner)
-        self.worker = StepWorker(start_replicator, self.store, Shard(0), worker)
+        store = self.store if over is None else over(memory)
+        self.worker = StepWorker(start_replicator, store, Shard(0), worker)
         self.requests: dict[str, Request] = {}
         self.free = list(range(blocks))
         self.chunk = 64
@@ -97,7 +104,7 @@ class PagedEngine:
         """A request is over; its blocks are free at once unless they are held."""
         request = self.requests[name]
         request.running = False
-        request.over = self.planner.finished(name, len(request.blocks))
+        request.over = self.planner.finished(name, len(request.blocks), request.computed)
         if not request.over.hold and not request.loading:
             self._give_back(request)
         return request.over
@@ -219,9 +226,15 @@ class PagedEngine:
 
 @contextmanager
 def paged(
-    path: Path, *, blocks: int = 64, wait: float = 2.0, at_once: int = 1000, **worker: float
+    path: Path,
+    *,
+    blocks: int = 64,
+    wait: float = 2.0,
+    at_once: int = 1000,
+    over: Callable[[Memory], RowStore] | None = None,
+    **worker: float,
 ) -> Iterator[PagedEngine]:
-    """An engine that looks for a daemon."""
+    """An engine that looks for a daemon; its worker reads and writes the cache through what `over` makes of it."""
     client = ClientOptions(connect_seconds=0.5, ping_seconds=0.05, dead_seconds=0.3)
     options = ReplicatorOptions(
         socket=path,
@@ -239,7 +252,7 @@ def paged(
         return replicator
 
     planner = PlannerOptions(wait_seconds=wait, held_blocks_max=blocks, rows_at_once_max=at_once)
-    engine = PagedEngine(start_replicator, blocks, planner, WorkerOptions(**worker))  # type: ignore[arg-type]
+    engine = PagedEngine(start_replicator, blocks, planner, WorkerOptions(**worker), over)  # type: ignore[arg-type]
     try:
         yield engine
     finally:
@@ -248,9 +261,9 @@ def paged(
 
 @contextmanager
 def with_daemon(
-    path: Path, knobs: Knobs | None = None, **options: float
+    path: Path, knobs: Knobs | None = None, **options: Any
 ) -> Iterator[tuple[FakeDaemon, PagedEngine]]:
     """An engine that has found its daemon."""
-    with FakeDaemon.running(path, knobs) as running, paged(path, **options) as engine:  # type: ignore[arg-type]
+    with FakeDaemon.running(path, knobs) as running, paged(path, **options) as engine:
         assert engine.replicator.wait_connected(_SECONDS)
         yield running.daemon, engine
