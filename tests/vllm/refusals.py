@@ -32,6 +32,10 @@ def specs() -> dict[str, list[Any]]:
         "window as full": [kv.FullAttentionSpec(**PLAIN, sliding_window=64)],
         "chunked": [kv.ChunkedLocalAttentionSpec(**PLAIN, attention_chunk_size=64)],
         "mla": [kv.MLAAttentionSpec(**{**PLAIN, "num_kv_heads": 1})],
+        "packed mla": [
+            kv.MLAAttentionSpec(**{**PLAIN, "num_kv_heads": 1}, cache_dtype_str="x", state_content_bytes=656)
+        ],
+        "compressed mla": [kv.MLAAttentionSpec(**{**PLAIN, "num_kv_heads": 1}, tokens_per_state=4)],
         "mamba": [kv.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))],
         "hybrid": [full, kv.SlidingWindowSpec(**PLAIN, sliding_window=64)],
         "other V": [kv.FullAttentionSpec(**PLAIN, head_size_v=64)],
