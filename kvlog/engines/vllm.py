@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 from vllm.transformers_utils.repo_utils import try_get_local_file
 
+from kvlog.engines.vllm_adapters import AdapterDigests, local_folder
 from kvlog.engines.vllm_kernels import writer_of
 from kvlog.engines.vllm_scheduler import SchedulerHalf
 from kvlog.engines.vllm_settings import ConnectorSettings
@@ -77,6 +78,7 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
                 blocks=kv_cache_config.num_blocks,
                 row_bytes=_row_bytes(kv_cache_config),
                 engine=str(vllm_config.kv_transfer_config.engine_id),
+                adapters=AdapterDigests(_adapter_folder),
             )
 
     @property
@@ -228,8 +230,18 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _folder(model: Any) -> Path:  # noqa: ANN401 - theirs
     """Where the model's files are: the folder that was given, or the hub's cache, which vLLM has filled by now."""
-    found = try_get_local_file(model.model, "config.json", model.revision or "main")
-    return found.parent if isinstance(found, Path) else Path(model.model)
+    return _found(model.model, "config.json", model.revision)
+
+
+def _adapter_folder(place: str) -> Path:
+    """Where an adapter's files are, likewise."""
+    return _found(str(local_folder(place)), "adapter_config.json", None)
+
+
+def _found(place: str, name: str, revision: str | None) -> Path:
+    """A folder, or the snapshot of a repository's revision in the hub's cache, by a file that it must have."""
+    found = try_get_local_file(place, name, revision or "main")
+    return found.parent if isinstance(found, Path) else Path(place)
 
 
 def _row_bytes(cache: Any) -> int:  # noqa: ANN401 - theirs

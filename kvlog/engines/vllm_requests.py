@@ -25,6 +25,7 @@ from kvlog.modes import parse_sync_mode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvlog.engines.vllm_adapters import AdapterDigests
     from kvlog.ids import Digest
     from kvlog.modes import SyncMode
 
@@ -38,13 +39,19 @@ _BEAM: Final = re.compile(r"-beam-[0-9]+\b|^beam_search-")
 _KEYS: Final = frozenset({"session", "take_over", "sync"})
 
 
-def describe_request(request: Any, tokens: Sequence[int], wait_seconds: float) -> NewRequest:  # noqa: ANN401 - theirs
+def describe_request(
+    request: Any,  # noqa: ANN401 - theirs
+    tokens: Sequence[int],
+    wait_seconds: float,
+    adapters: AdapterDigests,
+) -> NewRequest:
     """Read a vLLM Request.
 
     Args:
         request: theirs.
         tokens: its ids, growing.
         wait_seconds: how long the daemon may try to become primary.
+        adapters: digests of LoRA adapters.
     """
     name = str(request.request_id)
     params = _parameters(request)
@@ -55,9 +62,13 @@ def describe_request(request: Any, tokens: Sequence[int], wait_seconds: float) -
     if turn is not None or params is None:
         return NewRequest(name, turn or UnloggedCause.PARAMETERS, tokens, named=session is not None)
     try:
+        context = context_digest(request, adapters)
+    except ConfigError:
+        return NewRequest(name, UnloggedCause.ADAPTER, tokens, named=session is not None)
+    try:
         asked = TurnRequest(
             session=parse_session_id(name if session is None else str(session)),
-            context=context_digest(request),
+            context=context,
             mode=_mode(params.get("sync")),
             wait_seconds=wait_seconds,
             take_over=params.get("take_over") is True,
@@ -69,12 +80,15 @@ def describe_request(request: Any, tokens: Sequence[int], wait_seconds: float) -
     return NewRequest(name, asked, tokens, named=session is not None)
 
 
-def context_digest(request: Any) -> Digest:  # noqa: ANN401 - theirs
-    """What a row depends on beside the tokens before it: LoRA, media, salt; DIGEST_NONE without any."""
+def context_digest(request: Any, adapters: AdapterDigests) -> Digest:  # noqa: ANN401 - theirs
+    """What a row depends on beside the tokens before it: LoRA, media, salt; DIGEST_NONE without any.
+
+    Raises:
+        ConfigError: the adapter's weights cannot be read.
+    """
     parts: list[bytes] = []
-    lora = request.lora_request
-    if lora is not None:
-        parts += [b"lora", str(lora.lora_name).encode(), str(lora.lora_path).encode()]
+    if request.lora_request is not None:
+        parts += [b"lora", adapters.of(request.lora_request)]
     for feature in request.mm_features or ():
         place = feature.mm_position
         parts += [b"media", str(feature.identifier).encode(), f"{place.offset},{place.length}".encode()]

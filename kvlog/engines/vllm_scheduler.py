@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvlog.engines.fence_board import FenceBoard
 from kvlog.engines.step_planner import PlannerOptions, Scheduled, StepPlanner
+from kvlog.engines.vllm_adapters import AdapterDigests
 from kvlog.engines.vllm_requests import describe_request
 
 if TYPE_CHECKING:
@@ -36,11 +37,21 @@ class SchedulerHalf:
         blocks: of the whole cache.
         row_bytes: of one position, all layers.
         engine: vLLM's id of this engine.
+        adapters: digests of LoRA adapters; None: of those in folders.
     """
 
-    def __init__(self, settings: ConnectorSettings, *, blocks: int, row_bytes: int, engine: str) -> None:
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        *,
+        blocks: int,
+        row_bytes: int,
+        engine: str,
+        adapters: AdapterDigests | None = None,
+    ) -> None:
         self._board = FenceBoard(engine)
         self._board.start()
+        self._adapters = adapters or AdapterDigests()
         self._broken = False
         self.faults = 0
         self._wait_seconds = settings.wait_seconds
@@ -57,7 +68,8 @@ class SchedulerHalf:
         """Take a request."""
 
         def add() -> None:
-            described = describe_request(request, request.all_token_ids, _OPEN_SHARE * self._wait_seconds)
+            wait_seconds = _OPEN_SHARE * self._wait_seconds
+            described = describe_request(request, request.all_token_ids, wait_seconds, self._adapters)
             self._planner.add(described)
 
         self._guarded(add, lambda: None)
