@@ -8,8 +8,11 @@ waits for a copy.
     settle ─▶ wanted ── gather_step ─▶ under way ── mark passed ─▶ landed ── copy_rows ─▶ in the ring, slot free
 
 Pinned memory is a few slots, one a step. Without a free one a step gathers nothing: rows stay in their blocks and are
-gathered later, as long as the request holds them. Loads are one indexed write for each piece of pinned memory: on the
-engine's stream before the step that needs them, or beside it.
+gathered later, as long as the request holds them. Only rows from the log's cursor on are kept; a turn that is opened
+anew further down in the instant between a gather and the write ends its link, and the next gather begins there.
+
+Loads are one indexed write for each piece of pinned memory: on the engine's stream before the step that needs them, or
+beside it.
 """
 
 from __future__ import annotations
@@ -133,7 +136,7 @@ class DeviceRows:
     @property
     def length(self) -> int:
         """Positions that can be read, from the log's cursor on without a hole."""
-        return min(self._window.landed(), max(self._wanted, self._window.start))
+        return self._window.landed()
 
     @property
     def blocks(self) -> Sequence[int]:

@@ -351,7 +351,8 @@ class StepWorker:
             return
         if entry.handle is not None:
             self._write([entry])
-            if self._is_under_way(entry):  # its rows come without the blocks
+            if self._is_under_way(entry):  # its rows come without the blocks, once they are under way
+                self._gather(idle=False)
                 entry.rows.give_up_blocks()
                 entry.until = now + self._options.hold_seconds
                 return

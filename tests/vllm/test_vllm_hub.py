@@ -23,7 +23,7 @@ NAME, NEWER, OLDER = "kvlog-tests/tiny", "a" * 40, "b" * 40
 
 
 def fill_hub_cache(home: Path) -> Path:
-    """Lay two revisions of a model into a cache as the hub's client does; `main` is the newer. Returns: the newer one."""
+    """Lay two revisions of a model into a cache as the hub's client does. Returns: the newer one, which is `main`."""
     repository = home / "hub" / f"models--{NAME.replace('/', '--')}"
     for revision, seed in ((NEWER, 7), (OLDER, 8)):
         shutil.copytree(random_folder(seed=seed), repository / "snapshots" / revision)
@@ -35,7 +35,7 @@ def fill_hub_cache(home: Path) -> Path:
 
 
 def test_model_by_its_name_on_the_hub_is_its_revisions_snapshot(tmp_path: Path) -> None:
-    """The same digests as of the same files in a folder; another revision has others; a name that is not there has none."""
+    """The same digests as of the same files in a folder; another revision has others; an absent name has none."""
     if reason := why_not():
         pytest.skip(f"NOT TESTED: {reason}")
     newer = fill_hub_cache(tmp_path)
