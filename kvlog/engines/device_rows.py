@@ -182,7 +182,9 @@ class DeviceRows:
         start = self._window.end
         self._window.pieces.append(_Piece(slot, start, start + count, at))
         slot.uses += 1
-        return slots_of(np.asarray(self._blocks, np.int64), self._block_size, start, count)
+        first = start // self._block_size
+        held = self._blocks[first : -(-(start + count) // self._block_size)]
+        return slots_of(np.array(held, np.int64), self._block_size, start - first * self._block_size, count)
 
     def copy_rows(self, start: int, out: memoryview) -> None:
         """Copy rows that have landed; `start` is not below the log's cursor."""
