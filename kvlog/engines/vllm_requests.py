@@ -25,7 +25,6 @@ from kvlog.modes import parse_sync_mode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvlog.engines.vllm_adapters import AdapterDigests
     from kvlog.ids import Digest
     from kvlog.modes import SyncMode
 
@@ -43,7 +42,7 @@ def describe_request(
     request: Any,  # noqa: ANN401 - theirs
     tokens: Sequence[int],
     wait_seconds: float,
-    adapters: AdapterDigests,
+    adapter: Digest | UnloggedCause = DIGEST_NONE,
 ) -> NewRequest:
     """Read a vLLM Request.
 
@@ -51,24 +50,20 @@ def describe_request(
         request: theirs.
         tokens: its ids, growing.
         wait_seconds: how long the daemon may try to become primary.
-        adapters: digests of LoRA adapters.
+        adapter: digest of its LoRA adapter's weights; DIGEST_NONE: it has none; or why it is not known.
     """
     name = str(request.request_id)
     params = _parameters(request)
     session = None if params is None else request.session_id or params.get("session")
     turn = _unlogged(request, name)
-    if turn is None and params is None:
-        turn = UnloggedCause.PARAMETERS
-    if turn is not None or params is None:
+    if turn is None and isinstance(adapter, UnloggedCause):
+        turn = adapter
+    if turn is not None or params is None or isinstance(adapter, UnloggedCause):
         return NewRequest(name, turn or UnloggedCause.PARAMETERS, tokens, named=session is not None)
-    try:
-        context = context_digest(request, adapters)
-    except ConfigError:
-        return NewRequest(name, UnloggedCause.ADAPTER, tokens, named=session is not None)
     try:
         asked = TurnRequest(
             session=parse_session_id(name if session is None else str(session)),
-            context=context,
+            context=context_digest(request, adapter),
             mode=_mode(params.get("sync")),
             wait_seconds=wait_seconds,
             take_over=params.get("take_over") is True,
@@ -80,15 +75,16 @@ def describe_request(
     return NewRequest(name, asked, tokens, named=session is not None)
 
 
-def context_digest(request: Any, adapters: AdapterDigests) -> Digest:  # noqa: ANN401 - theirs
+def context_digest(request: Any, adapter: Digest = DIGEST_NONE) -> Digest:  # noqa: ANN401 - theirs
     """What a row depends on beside the tokens before it: LoRA, media, salt; DIGEST_NONE without any.
 
-    Raises:
-        ConfigError: the adapter's weights cannot be read.
+    Args:
+        request: theirs.
+        adapter: digest of its LoRA adapter's weights.
     """
     parts: list[bytes] = []
     if request.lora_request is not None:
-        parts += [b"lora", adapters.of(request.lora_request)]
+        parts += [b"lora", adapter]
     for feature in request.mm_features or ():
         place = feature.mm_position
         parts += [b"media", str(feature.identifier).encode(), f"{place.offset},{place.length}".encode()]
