@@ -170,7 +170,7 @@ def test_request_whose_adapter_is_not_read_in_time_is_served_unlogged(half, tmp_
     """Or cannot be read at all: counted with the reason."""
     release = threading.Event()
 
-    def find(_: str) -> Path:
+    def find(_: str) -> Any:
         release.wait(10)
         return tmp_path
 
