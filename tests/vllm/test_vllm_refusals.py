@@ -14,7 +14,7 @@ from tests.vllm.servers import ROOT, vllm_python, why_not
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-SERVED = {"plain", "mla", "worker", "version", "base class"}
+SERVED = {"plain", "mla", "latent kernel", "worker", "version", "base class"}
 SAID = {
     "window": "SlidingWindowSpec",
     "window as full": "sliding window of 64",
