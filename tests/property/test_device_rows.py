@@ -84,10 +84,13 @@ class Engine:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["compute", "gather", "arrive", "write", "preempt", "back"]),
+        st.sampled_from(
+            ["compute", "compute", "gather", "arrive", "arrive", "write", "write", "preempt", "back"]
+        ),
         st.integers(0, REQUESTS - 1),
         st.integers(0, MOST),
     ),
+    min_size=20,
     max_size=60,
 )
 
