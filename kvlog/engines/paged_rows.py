@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from kvlog.engines.device_queue import Mark
+    from kvlog.engines.row_store import StepRows
     from kvlog.layout import Layout
 
 __all__ = ["PageMap", "PagedRows", "PagedStore"]
@@ -95,6 +97,24 @@ class PagedStore:
         """Bytes of one row."""
         return self._layout.row_bytes
 
+    @property
+    def is_replicated(self) -> bool:
+        """Every rank computes the same rows: a latent vector belongs to all heads, so one rank logs for all."""
+        return self._layout.planes == 1
+
+    def open_rows(self) -> PagedRows:
+        """One request's rows."""
+        return PagedRows(self)
+
+    def gather_step(self, sources: Sequence[tuple[StepRows, int]]) -> None:
+        """Nothing: rows are read when they are written to the ring."""
+
+    def drain(self) -> None:
+        """Nothing."""
+
+    def fence(self) -> None:
+        """Nothing: blocks can be written as soon as they are given."""
+
     def gather(self, blocks: Sequence[int], start: int, out: memoryview) -> None:
         """Copy rows [start, start + len(out) / row_bytes) of a block table into `out`, token-major.
 
@@ -107,8 +127,9 @@ class PagedStore:
         for block, first, count, at in self._runs(blocks, start, len(rows)):
             self._copy_run(rows[at : at + count], block, first, into_cache=False)
 
-    def scatter(self, blocks: Sequence[int], start: int, rows: memoryview) -> None:
+    def scatter(self, blocks: Sequence[int], start: int, rows: memoryview, after: Mark | None = None) -> None:
         """Put whole token-major rows at positions from `start` on; `rows` is read before this returns and not kept."""
+        assert after is None, "this store has no stream"
         source = self._as_rows(rows)
         for block, first, count, at in self._runs(blocks, start, len(source)):
             self._copy_run(source[at : at + count], block, first, into_cache=True)
@@ -184,6 +205,18 @@ class PagedRows:
             self._blocks = []
             self._length = 0
         self._blocks += blocks
+
+    @property
+    def is_pending(self) -> bool:
+        """No: what is computed can be read."""
+        return False
+
+    def give_up_blocks(self) -> None:
+        """Nothing is under way."""
+        self.take_blocks((), anew=True)
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
     def settle(self, length: int) -> None:
         """Positions below `length` are computed, as far as there are blocks; may be less than before."""

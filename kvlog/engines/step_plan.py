@@ -43,6 +43,7 @@ class UnloggedCause(StrEnum):
     POOLING = "pooling"
     STREAMING_INPUT = "streaming_input"
     PARAMETERS = "invalid_parameters"
+    ADAPTER = "adapter_unreadable"
     OLD_WEIGHTS = "old_weights"
     FAULT = "fault"
     """A worker has met an error that nobody foresaw, and logs nothing any more."""

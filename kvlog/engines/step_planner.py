@@ -5,8 +5,14 @@
      └───────────────────────────┴──────────────── a new turn ◀───────────────────┘
 
 The watermark of a step is min(computed + scheduled, known tokens): it covers chunked prefill, prefix hits (rows that
-were not computed here are logged too) and preemption, and leaves out drafts that nobody has verified. No I/O, no clock:
-time is passed in. One thread.
+were not computed here are logged too) and preemption, and leaves out drafts that nobody has verified.
+
+A scheduler that works one step ahead (vLLM's async scheduling, the rule on GPUs) plans a step before it knows the token
+that the step before has drawn. The watermark copes by itself: that token's row is not among the known ones, and is
+written with the next plan, one step later. What is counted as computed by then includes a step in flight; it is carried
+out before the plan's own. The last rows have no next plan: `finished` sends them with the blocks that are held.
+
+No I/O, no clock: time is passed in. One thread.
 """
 
 from __future__ import annotations
@@ -125,7 +131,8 @@ class _Tracked:
     """One request.
 
     `running`: it holds blocks under `key`. `late`: it began without waiting any longer. `loading`: its blocks are being
-    filled beside the steps, and are not free before the workers say so, whatever becomes of the request.
+    filled beside the steps, and are not free before the workers say so, whatever becomes of the request. `sent`: tokens
+    that the workers know; `told`: the last watermark.
     """
 
     request: NewRequest
@@ -138,13 +145,15 @@ class _Tracked:
     loading: bool = False
     local: int = 0
     sent: int = 0
+    told: int = 0
     loaded: int = 0
     cause: str | None = None
 
     def turn_anew(self) -> None:
         """Its blocks are gone: what follows is another turn."""
         self.previous, self.key = self.key or self.previous, _NO_TURN
-        self.ready, self.late, self.running, self.loading, self.sent = {}, False, False, False, 0
+        self.ready, self.late, self.running, self.loading = {}, False, False, False
+        self.sent = self.told = 0
 
 
 class StepPlanner:
@@ -159,6 +168,7 @@ class StepPlanner:
         self._closes: list[CloseAsk] = []
         self._opens: list[OpenAsk] = []
         self._loads: list[LoadAsk] = []
+        self._last: list[RowsAt] = []
         self._renewals = 0
         self._renewal = b""
         self.unlogged: dict[str, int] = {}
@@ -216,11 +226,11 @@ class StepPlanner:
             tracked = self._requests.get(name)
             if tracked is not None and tracked.running:
                 self._give_up_turn(tracked)
-        rows = tuple(self._rows(each) for each in scheduled if self._is_followed(each.name))
+        rows = (*self._last, *(self._rows(each) for each in scheduled if self._is_followed(each.name)))
         plan = StepPlan(
             tuple(self._closes), tuple(self._opens), tuple(self._loads), rows, renew=self._renewal
         )
-        self._closes, self._opens, self._loads, self._renewal = [], [], [], b""
+        self._closes, self._opens, self._loads, self._last, self._renewal = [], [], [], [], b""
         return plan
 
     def plan_loads(self) -> StepPlan:
@@ -252,8 +262,15 @@ class StepPlanner:
         for name in names:
             self._held.pop(name, None)
 
-    def finished(self, name: str, blocks: int) -> FinishedRequest:
-        """A request is over, or was aborted; it still holds so many blocks."""
+    def finished(self, name: str, blocks: int, computed: int = 0) -> FinishedRequest:
+        """A request is over, or was aborted.
+
+        Args:
+            name: the engine's id of it.
+            blocks: that it still holds.
+            computed: positions that have KV of its tokens, or of drafts behind them, once all that is in flight is
+                carried out; refused drafts are not counted.
+        """
         tracked = self._requests.pop(name, None)
         if tracked is None:
             return FinishedRequest(hold=False, loaded=0, cause=None)
@@ -265,6 +282,7 @@ class StepPlanner:
             self._closes.append(CloseAsk(tracked.key, name if hold else "", forget=not tracked.request.named))
         if hold:
             self._held[name] = blocks
+            self._follow_last(tracked, computed)
         return FinishedRequest(hold, tracked.loaded, tracked.cause)
 
     def renew(self) -> None:
@@ -277,7 +295,8 @@ class StepPlanner:
                 self._give_up_turn(tracked)
             tracked.previous = _NO_TURN
         self._renewals += 1
-        self._opens, self._loads, self._renewal = [], [], self._named("weights", self._renewals)
+        self._opens, self._loads, self._last = [], [], []
+        self._renewal = self._named("weights", self._renewals)
 
     def _is_followed(self, name: str) -> bool:
         tracked = self._requests.get(name)
@@ -290,8 +309,16 @@ class StepPlanner:
         known = len(tokens)
         new = tuple(tokens[tracked.sent : known])
         tracked.sent = max(tracked.sent, known)
-        length = watermark(each.computed, each.scheduled, known)
+        length = tracked.told = watermark(each.computed, each.scheduled, known)
         return RowsAt(tracked.key, tuple(each.blocks), each.anew, new, length)
+
+    def _follow_last(self, tracked: _Tracked, computed: int) -> None:
+        """Rows that no step's plan has said: their tokens became known after the request's last one was made."""
+        tokens = tracked.request.tokens
+        length = watermark(computed, 0, len(tokens))
+        if length > tracked.told:
+            new = tuple(tokens[tracked.sent :])
+            self._last.append(RowsAt(tracked.key, blocks=(), anew=False, tokens=new, length=length))
 
     def _ask(self, tracked: _Tracked, now: float) -> None:
         self._keys += 1

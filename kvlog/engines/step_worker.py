@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvlog.engines.paged_rows import PagedRows
 from kvlog.engines.step_plan import Dropped, Ready, StepReport
 from kvlog.ids import NO_EPOCH
 from kvlog.link.messages import UnloggedReason, unpack_tokens
@@ -28,8 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
-    from kvlog.engines.paged_rows import PagedStore
+    from kvlog.engines.device_queue import Mark
     from kvlog.engines.replicator import Replicator
+    from kvlog.engines.row_store import RowStore, StepRows
     from kvlog.engines.step_plan import CloseAsk, LoadAsk, OpenAsk, RowsAt, StepPlan, TurnKey
     from kvlog.engines.turns import PendingTurn, TurnHandle
     from kvlog.ids import Epoch, SessionId, Shard
@@ -120,7 +120,7 @@ class _Entry:
 
     ask: OpenAsk
     tokens: list[int]
-    rows: PagedRows
+    rows: StepRows
     pending: PendingTurn | None = None
     handle: TurnHandle | None = None
     staging: Future[_Staged] | None = None
@@ -146,7 +146,7 @@ class StepWorker:
     def __init__(
         self,
         start_replicator: Callable[[bytes], Replicator],
-        store: PagedStore,
+        store: RowStore,
         shard: Shard,
         options: WorkerOptions,
     ) -> None:
@@ -177,7 +177,7 @@ class StepWorker:
             self._renew(plan.renew, now)
         for ask in plan.opens:
             tokens = list(unpack_tokens(ask.tokens))
-            entry = self._entries[ask.key] = _Entry(ask, tokens, PagedRows(self._store))
+            entry = self._entries[ask.key] = _Entry(ask, tokens, self._store.open_rows())
             self._waiting.append(entry)
         self._begin_waiting()
 
@@ -186,7 +186,8 @@ class StepWorker:
         for ask in plan.loads:
             staged = self._take_staged(ask)
             if ask.beside and staged is not None:
-                self._loading[ask.beside] = (ask, self._stagers.submit(self._fill, ask, staged))
+                filling = self._stagers.submit(self._fill, ask, staged, self._store.fence())
+                self._loading[ask.beside] = (ask, filling)
                 continue
             self._loaded(ask, well=staged is not None and self._fill(ask, staged))
             if ask.beside:
@@ -198,6 +199,7 @@ class StepWorker:
         loaded = {ask.key: ask.length for ask in plan.loads if self._options.shards > 1 and not ask.beside}
         for rows in plan.rows:
             self._follow(rows, loaded)
+        self._gather(idle=all(self._is_closing(rows.key) for rows in plan.rows))
         self._write([entry for entry in self._entries.values() if entry.handle is not None])
         now = time.monotonic()
         for entry in [entry for entry in self._entries.values() if entry.closing is not None]:
@@ -350,6 +352,11 @@ class StepWorker:
             return
         if entry.handle is not None:
             self._write([entry])
+            if self._is_under_way(entry):  # its rows come without the blocks, once they are under way
+                self._gather(idle=False)
+                entry.rows.give_up_blocks()
+                entry.until = now + self._options.hold_seconds
+                return
         self._end(entry, now)
 
     def _end(self, entry: _Entry, now: float) -> None:
@@ -363,6 +370,7 @@ class StepWorker:
             self._remember(entry, handle.epoch, now)
             if close is not None and close.forget and handle.was_logged and not handle.fenced.is_set():
                 self._replicator.forget(entry.ask.request.session)
+        entry.rows.close()
         if close is not None and close.held:
             self._released.add(close.held)
 
@@ -402,11 +410,11 @@ class StepWorker:
             return None
         return staged.result()
 
-    def _fill(self, ask: LoadAsk, staged: _Staged) -> bool:
+    def _fill(self, ask: LoadAsk, staged: _Staged, after: Mark | None = None) -> bool:
         """Put rows into blocks. Returns: False if that failed: the blocks are computed instead."""
         began = time.perf_counter()
         try:
-            self._store.scatter(ask.blocks, ask.start, staged.rows(ask.start, ask.length))
+            self._store.scatter(ask.blocks, ask.start, staged.rows(ask.start, ask.length), after)
         except Exception:  # noqa: BLE001  # the adapter's top: generation never fails by it
             self.counts.faults += 1
             return False
@@ -449,13 +457,34 @@ class StepWorker:
         elif entry.handle is not None:
             entry.handle.release()
 
+    def _gather(self, *, idle: bool) -> None:
+        """Begin to read the step's new rows, where that takes time."""
+        cursors = (
+            (entry.rows, handle.cursor)
+            for entry in self._entries.values()
+            if (handle := entry.handle) is not None
+        )
+        self._store.gather_step([(rows, cursor) for rows, cursor in cursors if cursor is not None])
+        if idle:
+            self._store.drain()
+
     def _write(self, entries: list[_Entry]) -> None:
         active = [(entry.handle, entry.rows, entry.tokens) for entry in entries if entry.handle is not None]
         if active:
             self._replicator.after_step(active)
 
     def _may_write_more(self, entry: _Entry) -> bool:
-        return entry.handle is not None and entry.handle.may_write_more(entry.rows)
+        return entry.handle is not None and (
+            entry.handle.may_write_more(entry.rows) or self._is_under_way(entry)
+        )
+
+    def _is_closing(self, key: TurnKey) -> bool:
+        entry = self._entries.get(key)
+        return entry is None or entry.closing is not None
+
+    @staticmethod
+    def _is_under_way(entry: _Entry) -> bool:
+        return entry.handle is not None and entry.handle.logged and entry.rows.is_pending
 
 
 def _stage(handle: TurnHandle, row_bytes: int, skip: int, length: int) -> _Staged:

@@ -6,6 +6,9 @@ weights digest  of each safetensors file: name, size, header (names, shapes, dty
                 each tensor its first, middle and last 256 bytes. Training, merging an adapter or quantising changes
                 every sample of the tensors that it touches; a change of single weights between samples is not seen.
 
+adapter digest  of a LoRA adapter: adapter_config.json in canonical form without where its base model came from, and its
+                one safetensors file as above.
+
 Two folders with equal weights but another order of tensors or another way of cutting them into files have different
 digests: they are taken for different, which costs a recompute and nothing else.
 Source: safetensors format, https://github.com/huggingface/safetensors#format
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from kvlog.ids import Digest
     from kvlog.layout import Layout
 
-__all__ = ["model_digest", "weights_digest"]
+__all__ = ["adapter_digest", "model_digest", "weights_digest"]
 
 _SAMPLE_BYTES = 256
 
@@ -39,7 +42,10 @@ _HEADER_BYTES_MAX = 100_000_000
 
 _LENGTH = struct.Struct("<Q")
 
-_KEYS_OF_NO_MEANING = {"dtype", "torch_dtype", "transformers_version", "use_cache"}
+_KEYS_OF_NO_MEANING = {
+    *("dtype", "torch_dtype", "transformers_version", "use_cache"),
+    *("base_model_name_or_path", "revision", "inference_mode"),
+}
 """And those that begin with an underscore: where a folder came from. The dtype that counts is the cache's."""
 
 
@@ -55,11 +61,7 @@ def model_digest(folder: Path, *, architecture: str, rope: object, layout: Layou
     Raises:
         ConfigError: config.json cannot be read; give the folder of a model.
     """
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise _bad(folder, f"config.json cannot be read: {error}") from error
-    meaning = {key: value for key, value in config.items() if not _is_meaningless(key)}
+    meaning = _meaning(folder, "config.json")
     return digest(_canonical(meaning), _canonical(rope), architecture.encode(), _canonical(astuple(layout)))
 
 
@@ -70,6 +72,25 @@ def weights_digest(folder: Path) -> Digest:
         ConfigError: there are no readable safetensors files; convert the model with `save_pretrained`.
     """
     return digest(*(part for name in _weight_files(folder) for part in _file_parts(folder, name)))
+
+
+def adapter_digest(folder: Path) -> Digest:
+    """Digest a LoRA adapter by its configuration, and its weights' header and samples; not by its name or place.
+
+    Raises:
+        ConfigError: there is no readable adapter_config.json or adapter_model.safetensors.
+    """
+    meaning = _meaning(folder, "adapter_config.json")
+    return digest(_canonical(meaning), *_file_parts(folder, "adapter_model.safetensors"))
+
+
+def _meaning(folder: Path, name: str) -> dict[str, object]:
+    """What of a configuration changes bytes."""
+    try:
+        config = json.loads((folder / name).read_bytes())
+        return {key: value for key, value in config.items() if not _is_meaningless(key)}
+    except (OSError, ValueError, AttributeError) as error:
+        raise _bad(folder, f"{name} cannot be read: {error}") from error
 
 
 def _is_meaningless(key: str) -> bool:

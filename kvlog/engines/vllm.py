@@ -22,11 +22,13 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.transformers_utils.repo_utils import try_get_local_file
 
-from kvlog.engines.vllm_scheduler import SchedulerHalf
+from kvlog.engines.vllm_adapters import AdapterDigests, local_folder
+from kvlog.engines.vllm_kernels import writer_of
+from kvlog.engines.vllm_scheduler import EngineShape, SchedulerHalf
 from kvlog.engines.vllm_settings import ConnectorSettings
 from kvlog.engines.vllm_stats import KvlogPromMetrics, KvlogStats
 from kvlog.engines.vllm_support import CacheGroup, EngineFacts, check_api, check_version, refuse_unsupported
-from kvlog.engines.vllm_worker import WorkerHalf, engine_identity, layers_in_order, open_store
+from kvlog.engines.vllm_worker import CacheFacts, WorkerHalf, engine_identity, layers_in_order, open_store
 from kvlog.ids import Shard
 
 if TYPE_CHECKING:
@@ -68,18 +70,18 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
         settings = ConnectorSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         check_version(vllm.__version__, any_version=settings.any_version)
         check_api(dir(KVConnectorBase_V1))
-        refuse_unsupported(_facts(vllm_config, kv_cache_config))
+        refuse_unsupported(_facts(vllm_config, kv_cache_config, settings))
         self._settings = settings
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(
-                settings,
+            shape = EngineShape(
+                engine=str(vllm_config.kv_transfer_config.engine_id),
                 blocks=kv_cache_config.num_blocks,
                 row_bytes=_row_bytes(kv_cache_config),
-                engine=str(vllm_config.kv_transfer_config.engine_id),
                 shards=vllm_config.parallel_config.tensor_parallel_size,
             )
+            self._scheduler = SchedulerHalf(settings, shape, AdapterDigests(_adapter_folder))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -152,8 +154,15 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._vllm_config
         modules = config.compilation_config.static_forward_context
         group = self._kv_cache_config.kv_cache_groups[0]
-        layers = [(kv_caches[name], _writer(modules[name])) for name in layers_in_order(group.layer_names)]
-        store, layout = open_store(layers)
+        names = layers_in_order(group.layer_names)
+        facts = CacheFacts(
+            planes=_group(group).planes,
+            block_size=group.kv_cache_spec.block_size,
+            backend=modules[names[0]].attn_backend.get_name(),
+            step_bytes=self._settings.step_bytes,
+        )
+        layers = [(kv_caches[name], writer_of(modules[name], facts.planes)) for name in names]
+        store, layout = open_store(layers, facts)
         model = config.model_config
         identity = engine_identity(
             _folder(model),
@@ -227,17 +236,20 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
         return plan
 
 
-def _writer(module: Any) -> Any:  # noqa: ANN401 - theirs
-    """The kernel's own function that puts rows into slots of a layer's cache."""
-    return lambda keys, values, cache, slots: module.impl.do_kv_cache_update(
-        module, keys, values, cache, slots
-    )
-
-
 def _folder(model: Any) -> Path:  # noqa: ANN401 - theirs
     """Where the model's files are: the folder that was given, or the hub's cache, which vLLM has filled by now."""
-    found = try_get_local_file(model.model, "config.json", model.revision or "main")
-    return found.parent if isinstance(found, Path) else Path(model.model)
+    return _found(model.model, "config.json", model.revision)
+
+
+def _adapter_folder(place: str) -> Path:
+    """Where an adapter's files are, likewise."""
+    return _found(str(local_folder(place)), "adapter_config.json", None)
+
+
+def _found(place: str, name: str, revision: str | None) -> Path:
+    """A folder, or the snapshot of a repository's revision in the hub's cache, by a file that it must have."""
+    found = try_get_local_file(place, name, revision or "main")
+    return found.parent if isinstance(found, Path) else Path(place)
 
 
 def _row_bytes(cache: Any) -> int:  # noqa: ANN401 - theirs
@@ -246,7 +258,7 @@ def _row_bytes(cache: Any) -> int:  # noqa: ANN401 - theirs
     return page * len(group.layer_names) // int(group.kv_cache_spec.block_size)
 
 
-def _facts(config: Any, cache: Any) -> EngineFacts:  # noqa: ANN401 - theirs
+def _facts(config: Any, cache: Any, settings: ConnectorSettings) -> EngineFacts:  # noqa: ANN401 - theirs
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     speculative = config.speculative_config
     return EngineFacts(
@@ -264,14 +276,13 @@ def _facts(config: Any, cache: Any) -> EngineFacts:  # noqa: ANN401 - theirs
         speculative=None if speculative is None else str(speculative.method),
         encoder_decoder=bool(config.model_config.is_encoder_decoder),
         platform=current_platform.device_type,
+        cuda=settings.cuda,
     )
 
 
 def _group(group: Any) -> CacheGroup:  # noqa: ANN401 - theirs
     spec = group.kv_cache_spec
     head_size = getattr(spec, "head_size", 0)
-    quantised = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
-    packed = "" if quantised == "NONE" else f"elements packed as {quantised}"
     return CacheGroup(
         kind=type(spec).__name__,
         layers=tuple(group.layer_names),
@@ -280,5 +291,20 @@ def _group(group: Any) -> CacheGroup:  # noqa: ANN401 - theirs
         head_size_v=getattr(spec, "head_size_v", head_size),
         sliding_window=getattr(spec, "sliding_window", None),
         chunk=getattr(spec, "attention_chunk_size", None),
-        packed=packed,
+        packed=_packed(spec),
     )
+
+
+def _packed(spec: Any) -> str:  # noqa: ANN401 - theirs
+    """Why a position is not one plain row of elements; empty: it is."""
+    quantised = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    if quantised != "NONE":
+        return f"elements packed as {quantised}"
+    if getattr(spec, "tokens_per_state", 1) != 1:
+        return f"{spec.tokens_per_state} tokens in one state"
+    if (
+        getattr(spec, "state_content_bytes", None) is not None
+        or getattr(spec, "model_version", None) is not None
+    ):
+        return "a state of the model's own form"
+    return ""

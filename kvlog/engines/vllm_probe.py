@@ -3,7 +3,8 @@
 vLLM's documented shape of a CPU cache, [blocks, heads, block_size, 2 · head_dim], is only the space: on the `vec`
 kernels K is column-major and V row-major, on AMX both are tiles. So the first process to see a cache writes a scratch
 block through the kernel's own function, one digit of each element's number at a time (digits below 128, exact in every
-dtype), and inverts what it finds. What is not a permutation, or differs between heads, is refused.
+dtype), and inverts what it finds. What is not a permutation, or differs between heads, is refused. A latent cache (MLA)
+has one plane instead of two, and is asked the same.
 """
 
 from __future__ import annotations
@@ -29,33 +30,32 @@ _DIGITS: Final = 127
 _K_AND_V: Final = 2
 
 
-def probe_page_map(
-    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None], page: torch.Tensor
-) -> PageMap:
+def probe_page_map(write: Callable[..., None], page: torch.Tensor, planes: int = _K_AND_V) -> PageMap:
     """Find the order of a page.
 
     Args:
-        write: (keys, values, scratch, slots) → writes rows into slots, the kernel's own function. Shape: keys and
-            values [n, heads, head_dim]; slots [n], int64.
-        page: one block to write into, zeroed, with a cache's strides. Shape: [1, heads, block_size, 2 · head_dim].
+        write: (keys, values, scratch, slots), or (latents, scratch, slots) → writes rows into slots, the kernel's own
+            function. Shape: each plane [n, heads, head_dim]; slots [n], int64.
+        page: one block to write into, zeroed, with a cache's strides. Shape: [1, heads, block_size, planes · head_dim].
+        planes: 2: K and V; 1: one latent vector.
 
     Raises:
-        ConfigError: the kernel keeps something else than K and V as they were given (a packed or quantised cache).
+        ConfigError: the kernel keeps something else than rows as they were given (a packed or quantised cache).
     """
     _, heads, positions, width = page.shape
-    dims = width // _K_AND_V
-    shape = (positions, heads, _K_AND_V, dims)
-    numbers = torch.arange(positions * heads * _K_AND_V * dims).reshape(shape)
+    dims = width // planes
+    shape = (positions, heads, planes, dims)
+    numbers = torch.arange(positions * heads * planes * dims).reshape(shape)
     slots = torch.arange(positions, dtype=torch.int64, device=page.device)
     found = torch.zeros(page.shape, dtype=torch.int64)
     weight = 1
     while weight <= numbers.numel():
         digits = (numbers // weight % _DIGITS + 1).to(page.dtype).to(page.device)
         page.zero_()
-        write(digits[:, :, 0].contiguous(), digits[:, :, 1].contiguous(), page, slots)
+        write(*(digits[:, :, plane].contiguous() for plane in range(planes)), page, slots)
         read = page.cpu().double()
         if not bool(((read >= 1) & (read <= _DIGITS)).all()):
-            raise _refused("it does not keep every element of K and V in its page as it was given")
+            raise _refused("it does not keep every element of a row in its page as it was given")
         found += (read.long() - 1) * weight
         weight *= _DIGITS
     return _inverted(found.reshape(heads, -1).numpy(), shape)

@@ -38,26 +38,32 @@ _BEAM: Final = re.compile(r"-beam-[0-9]+\b|^beam_search-")
 _KEYS: Final = frozenset({"session", "take_over", "sync"})
 
 
-def describe_request(request: Any, tokens: Sequence[int], wait_seconds: float) -> NewRequest:  # noqa: ANN401 - theirs
+def describe_request(
+    request: Any,  # noqa: ANN401 - theirs
+    tokens: Sequence[int],
+    wait_seconds: float,
+    adapter: Digest | UnloggedCause = DIGEST_NONE,
+) -> NewRequest:
     """Read a vLLM Request.
 
     Args:
         request: theirs.
         tokens: its ids, growing.
         wait_seconds: how long the daemon may try to become primary.
+        adapter: digest of its LoRA adapter's weights; DIGEST_NONE: it has none; or why it is not known.
     """
     name = str(request.request_id)
     params = _parameters(request)
     session = None if params is None else request.session_id or params.get("session")
     turn = _unlogged(request, name)
-    if turn is None and params is None:
-        turn = UnloggedCause.PARAMETERS
-    if turn is not None or params is None:
+    if turn is None and isinstance(adapter, UnloggedCause):
+        turn = adapter
+    if turn is not None or params is None or isinstance(adapter, UnloggedCause):
         return NewRequest(name, turn or UnloggedCause.PARAMETERS, tokens, named=session is not None)
     try:
         asked = TurnRequest(
             session=parse_session_id(name if session is None else str(session)),
-            context=context_digest(request),
+            context=context_digest(request, adapter),
             mode=_mode(params.get("sync")),
             wait_seconds=wait_seconds,
             take_over=params.get("take_over") is True,
@@ -69,12 +75,16 @@ def describe_request(request: Any, tokens: Sequence[int], wait_seconds: float) -
     return NewRequest(name, asked, tokens, named=session is not None)
 
 
-def context_digest(request: Any) -> Digest:  # noqa: ANN401 - theirs
-    """What a row depends on beside the tokens before it: LoRA, media, salt; DIGEST_NONE without any."""
+def context_digest(request: Any, adapter: Digest = DIGEST_NONE) -> Digest:  # noqa: ANN401 - theirs
+    """What a row depends on beside the tokens before it: LoRA, media, salt; DIGEST_NONE without any.
+
+    Args:
+        request: theirs.
+        adapter: digest of its LoRA adapter's weights.
+    """
     parts: list[bytes] = []
-    lora = request.lora_request
-    if lora is not None:
-        parts += [b"lora", str(lora.lora_name).encode(), str(lora.lora_path).encode()]
+    if request.lora_request is not None:
+        parts += [b"lora", adapter]
     for feature in request.mm_features or ():
         place = feature.mm_position
         parts += [b"media", str(feature.identifier).encode(), f"{place.offset},{place.length}".encode()]

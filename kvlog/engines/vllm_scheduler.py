@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvlog.engines.fence_board import FenceBoard
+from kvlog.engines.step_plan import UnloggedCause
 from kvlog.engines.step_planner import PlannerOptions, Scheduled, StepPlanner
+from kvlog.engines.vllm_adapters import AdapterDigests
 from kvlog.engines.vllm_requests import describe_request
+from kvlog.errors import ConfigError
+from kvlog.link.messages import DIGEST_NONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvlog.engines.step_plan import StepPlan, StepReport
     from kvlog.engines.vllm_settings import ConnectorSettings
+    from kvlog.ids import Digest
 
-__all__ = ["SchedulerHalf"]
+__all__ = ["EngineShape", "SchedulerHalf"]
 
 T = TypeVar("T")
 
@@ -29,22 +35,39 @@ _OPEN_SHARE = 0.5
 """Of the time that a request waits, the part that the daemon may take to become primary; the rest is for the copy."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """What the scheduler's half has to know of its engine.
+
+    Args:
+        engine: vLLM's id of it.
+        blocks: of the whole cache.
+        row_bytes: of one position, all layers, on one rank.
+        shards: ranks.
+    """
+
+    engine: str
+    blocks: int
+    row_bytes: int
+    shards: int = 1
+
+
 class SchedulerHalf:
     """One per engine.
 
     Args:
         settings: of the connector.
-        blocks: of the whole cache.
-        row_bytes: of one position, all layers, on one rank.
-        engine: vLLM's id of this engine.
-        shards: ranks.
+        shape: of the engine.
+        adapters: digests of LoRA adapters; None: of those in folders.
     """
 
     def __init__(
-        self, settings: ConnectorSettings, *, blocks: int, row_bytes: int, engine: str, shards: int = 1
+        self, settings: ConnectorSettings, shape: EngineShape, adapters: AdapterDigests | None = None
     ) -> None:
-        self._board = FenceBoard(engine)
+        self._board = FenceBoard(shape.engine)
         self._board.start()
+        self._adapters = adapters or AdapterDigests()
+        self._undescribed: dict[str, float] = {}
         self._broken = False
         self.faults = 0
         self._wait_seconds = settings.wait_seconds
@@ -52,19 +75,21 @@ class SchedulerHalf:
         self._planner = StepPlanner(
             PlannerOptions(
                 wait_seconds=settings.wait_seconds,
-                shards=shards,
+                shards=shape.shards,
                 instance=os.urandom(16),
-                held_blocks_max=int(settings.hold_blocks_share * blocks),
-                rows_at_once_max=settings.load_step_bytes // row_bytes,
+                held_blocks_max=int(settings.hold_blocks_share * shape.blocks),
+                rows_at_once_max=settings.load_step_bytes // shape.row_bytes,
             )
         )
 
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401 - theirs
-        """Take a request."""
+        """Take a request; one whose adapter is not known yet is taken when that has been read."""
 
         def add() -> None:
-            described = describe_request(request, request.all_token_ids, _OPEN_SHARE * self._wait_seconds)
-            self._planner.add(described)
+            if request.lora_request is not None:
+                self._adapters.begin(request.lora_request)
+                self._undescribed[request.request_id] = time.monotonic() + self._wait_seconds
+            self._describe(request)
 
         self._guarded(add, lambda: None)
 
@@ -72,6 +97,8 @@ class SchedulerHalf:
         """Rows that can be loaded beyond the local ones, None: ask again; and whether beside the steps."""
 
         def matched() -> tuple[int | None, bool]:
+            if request.request_id in self._undescribed and not self._describe(request):
+                return None, False
             external = self._planner.matched(request.request_id, local, time.monotonic())
             if (
                 request.skip_reading_prefix_cache
@@ -80,6 +107,26 @@ class SchedulerHalf:
             return external, external is not None and self._planner.is_beside(external)
 
         return self._guarded(matched, lambda: (0, False))
+
+    def _describe(self, request: Any) -> bool:  # noqa: ANN401 - theirs
+        """Have the planner take a request, once all that its rows depend on is known."""
+        adapter = self._adapter(request)
+        if adapter is None:
+            return False
+        self._undescribed.pop(request.request_id, None)
+        wait_seconds = _OPEN_SHARE * self._wait_seconds
+        self._planner.add(describe_request(request, request.all_token_ids, wait_seconds, adapter))
+        return True
+
+    def _adapter(self, request: Any) -> Digest | UnloggedCause | None:  # noqa: ANN401 - theirs
+        """The request's adapter, or why it is not known; None: it is being read."""
+        if request.lora_request is None:
+            return DIGEST_NONE
+        late = time.monotonic() > self._undescribed[request.request_id]
+        try:
+            return self._adapters.of(request.lora_request) or (UnloggedCause.ADAPTER if late else None)
+        except ConfigError:
+            return UnloggedCause.ADAPTER
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:  # noqa: ANN401 - theirs
         """The request got blocks."""
@@ -105,6 +152,7 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """The engine ends."""
+        self._adapters.close()
         self._board.close()
 
     def renew(self) -> None:
@@ -124,7 +172,8 @@ class SchedulerHalf:
         """Whether to hold the blocks, and what the answer says of its session."""
 
         def finished() -> tuple[bool, dict[str, Any]]:
-            over = self._planner.finished(request.request_id, blocks)
+            self._undescribed.pop(request.request_id, None)
+            over = self._planner.finished(request.request_id, blocks, request.num_computed_tokens)
             return over.hold, {"kvlog": {"loaded": over.loaded, "unlogged": over.cause}}
 
         return self._guarded(finished, lambda: (False, {"kvlog": {"loaded": 0, "unlogged": "fault"}}))

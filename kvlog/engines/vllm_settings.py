@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -11,7 +12,14 @@ from kvlog.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ConnectorSettings"]
+__all__ = ["ConnectorSettings", "CudaUse"]
+
+
+class CudaUse(StrEnum):
+    """Whether a cache on a GPU is served."""
+
+    REFUSED = ""
+    EXPERIMENTAL = "experimental"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +35,7 @@ class ConnectorSettings:
         staging_bytes: verified rows that wait to be loaded, of all sessions; ≥ 0.
         load_step_bytes: a load of more bytes is done beside the steps instead of in one; ≥ 0.
         any_version: serve a vLLM outside the tested window.
+        cuda: `experimental`: serve a cache on a GPU, by code that has never run on one.
     """
 
     link: Path
@@ -37,6 +46,7 @@ class ConnectorSettings:
     staging_bytes: int = 2 << 30
     load_step_bytes: int = 8 << 20
     any_version: bool = False
+    cuda: CudaUse = CudaUse.REFUSED
 
     @classmethod
     def parse(cls, extra: Mapping[str, object]) -> Self:
@@ -61,6 +71,7 @@ class ConnectorSettings:
             staging_bytes=int(_number(extra, "staging_bytes", (0, 1 << 50))),
             load_step_bytes=int(_number(extra, "load_step_bytes", (0, 1 << 50))),
             any_version=extra.get("any_version", False) is True,
+            cuda=_cuda(extra.get("cuda", CudaUse.REFUSED)),
         )
 
 
@@ -74,6 +85,12 @@ def _number(extra: Mapping[str, object], key: str, bounds: tuple[float, float]) 
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise _bad(key, f"{value!r} is not a number from {least:g} to {most:g}", "correct it")
     return value
+
+
+def _cuda(value: object) -> CudaUse:
+    if value not in set(CudaUse):
+        raise _bad("cuda", f"{value!r} is not known", 'write "experimental", or leave it out')
+    return CudaUse(str(value))
 
 
 def _bad(key: str, problem: str, fix: str) -> ConfigError:

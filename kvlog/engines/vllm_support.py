@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvlog.engines.vllm_settings import CudaUse
 from kvlog.errors import ConfigError
 from kvlog.layout import DType
 
@@ -36,6 +37,9 @@ _API: Final = (
     *("clear_connector_metadata", "reset_cache", "shutdown", "requires_kv_delivery"),
 )
 
+_K_AND_V: Final = "FullAttentionSpec"
+_LATENT: Final = "MLAAttentionSpec"
+
 _DTYPES: Final = frozenset({DType.BFLOAT16.value, DType.FLOAT16.value, DType.FLOAT32.value})
 
 
@@ -47,8 +51,8 @@ class CacheGroup:
         kind: the class name of its spec.
         layers: names.
         dtype: of its elements, as torch names it.
-        head_size: of K.
-        head_size_v: of V.
+        head_size: of K, or of the latent vector.
+        head_size_v: of V; 0: there is none.
         sliding_window: in tokens; None: all positions are kept and attended.
         chunk: local attention in chunks of so many tokens; None: no.
         packed: why a position is not one K and one V row as computed; empty: it is.
@@ -62,6 +66,11 @@ class CacheGroup:
     sliding_window: int | None = None
     chunk: int | None = None
     packed: str = ""
+
+    @property
+    def planes(self) -> int:
+        """Of a row: 2, K and V; or 1, one latent vector (MLA)."""
+        return 1 if self.kind == _LATENT else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +92,7 @@ class EngineFacts:
         speculative: method; None: off.
         encoder_decoder: whether the model has cross attention.
         platform: device type.
+        cuda: whether the operator takes the CUDA path as it is.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -99,6 +109,7 @@ class EngineFacts:
     speculative: str | None = None
     encoder_decoder: bool = False
     platform: str = "cpu"
+    cuda: CudaUse = CudaUse.REFUSED
 
 
 def refuse_unsupported(facts: EngineFacts) -> None:
@@ -207,11 +218,17 @@ def _options(facts: EngineFacts) -> ConfigError | None:
         )
     if facts.platform not in {"cpu", "cuda"}:
         return _refusal("device", f"{facts.platform} is not served", "cpu or cuda")
+    if facts.platform == "cuda" and facts.cuda is CudaUse.REFUSED:
+        problem = "cuda: the way to a GPU's cache is written and reviewed, and has never run on a device"
+        fix = (
+            'set "cuda": "experimental" in kv_connector_extra_config to be the first, or serve without kvlog'
+        )
+        return _refusal("device", problem, fix)
     return None
 
 
 def _groups(facts: EngineFacts) -> ConfigError | None:
-    fix = "a model whose layers all keep K and V of every position"
+    fix = "a model whose layers all keep K and V, or one latent row, of every position"
     if len(facts.groups) != 1:
         kinds = ", ".join(f"{group.kind} ({group.layers[0]} …)" for group in facts.groups if group.layers)
         return _refusal("model", f"its cache has {len(facts.groups)} groups: {kinds or 'none'}", fix)
@@ -223,13 +240,13 @@ def _groups(facts: EngineFacts) -> ConfigError | None:
 
 
 def _problem(group: CacheGroup) -> str:
-    if group.kind != "FullAttentionSpec":
-        return f"{group.kind} is not a K and V row for each position"
+    if group.kind not in {_K_AND_V, _LATENT}:
+        return f"{group.kind} is not a K and V row, or a latent one, for each position"
     if group.sliding_window is not None:
         return f"a sliding window of {group.sliding_window} tokens"
     if group.chunk is not None:
         return f"local attention in chunks of {group.chunk} tokens"
-    if group.head_size_v != group.head_size:
+    if group.kind == _K_AND_V and group.head_size_v != group.head_size:
         return f"K has {group.head_size} dimensions and V has {group.head_size_v}"
     if group.dtype not in _DTYPES:
         return f"elements of {group.dtype}"

@@ -7,13 +7,16 @@ answered, so that no block stays held and no load is believed in.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
 from kvlog.checksums import digest
+from kvlog.engines.device_layout import SERVED_BACKENDS, refuse_other_order, stack_layers
+from kvlog.engines.device_queue import CudaQueue
+from kvlog.engines.device_rows import DeviceOptions, DeviceStore
 from kvlog.engines.paged_rows import PagedStore
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.step_plan import Dropped, StepReport, UnloggedCause
@@ -28,10 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from kvlog.engines.row_store import RowStore
     from kvlog.engines.step_plan import StepPlan
     from kvlog.engines.vllm_settings import ConnectorSettings
 
-__all__ = ["CacheLayer", "WorkerHalf", "engine_identity", "layers_in_order", "open_store"]
+__all__ = ["CacheFacts", "CacheLayer", "WorkerHalf", "engine_identity", "layers_in_order", "open_store"]
 
 _DTYPES: Final = {
     torch.bfloat16: DType.BFLOAT16,
@@ -41,7 +45,7 @@ _DTYPES: Final = {
 _WORDS: Final = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 
 CacheLayer = tuple[torch.Tensor, "Callable[..., None]"]
-"""One layer's cache, [blocks, heads, block_size, 2 · head_dim], and its kernel's writer of rows into slots."""
+"""One layer's cache, [blocks, heads, block_size, planes · head_dim], and its kernel's writer of rows into slots."""
 
 
 _FIRST: Final = Shard(0)
@@ -74,7 +78,7 @@ class WorkerHalf:
     def start(
         cls,
         settings: ConnectorSettings,
-        store: PagedStore,
+        store: RowStore,
         identity: Identity,
         *,
         engine: str,
@@ -213,23 +217,55 @@ def layers_in_order(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
 
 
-def open_store(layers: Sequence[CacheLayer]) -> tuple[PagedStore, Layout]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFacts:
+    """What the tensors of a cache do not say themselves.
+
+    Args:
+        planes: of a row; 2: K and V, 1: one latent vector (MLA).
+        block_size: positions of one of the scheduler's blocks; 0: as the tensors have it.
+        backend: vLLM's name of the attention backend.
+        step_bytes: rows that one step gathers at most from a device, beside one row of each request.
+    """
+
+    planes: int = 2
+    block_size: int = 0
+    backend: str = ""
+    step_bytes: int = 2 << 20
+
+
+def open_store(layers: Sequence[CacheLayer], facts: CacheFacts) -> tuple[RowStore, Layout]:
     """Find out how the cache lies, and give access to its rows.
 
     Args:
         layers: in the order of the model.
+        facts: see there.
 
     Raises:
         ConfigError: its layout is not understood, or it is on a device that is not served.
     """
     first, write = layers[0]
-    if first.device.type != "cpu":
-        raise _bad(f"a cache on {first.device} is not served yet", "run on the CPU backend")
-    heads, width = first.shape[1], first.shape[3]
-    page = torch.zeros((1, *first.shape[1:]), dtype=first.dtype)
-    page_map = probe_page_map(write, page)
-    layout = Layout(len(layers), 2, heads, width // 2, _DTYPES[first.dtype])
-    return PagedStore([_pages(cache) for cache, _ in layers], page_map, layout), layout
+    _, heads, positions, width = first.shape
+    layout = Layout(len(layers), facts.planes, heads, width // facts.planes, _DTYPES[first.dtype])
+    block_size = facts.block_size or positions
+    on_device = first.device.type != "cpu"
+    if on_device and facts.backend not in SERVED_BACKENDS:
+        raise _bad(f"{facts.backend} on {first.device}", f"one of {', '.join(sorted(SERVED_BACKENDS))}")
+    if block_size % positions or (block_size != positions and not on_device):
+        raise _bad(f"blocks of {block_size} positions in pages of {positions}", "another --block-size")
+    page_map = probe_page_map(write, _scratch_page(first), facts.planes)
+    if not on_device:
+        return PagedStore([_pages(cache) for cache, _ in layers], page_map, layout), layout
+    refuse_other_order(page_map, facts.backend)
+    view = stack_layers([cache for cache, _ in layers], facts.planes)
+    options = DeviceOptions(step_bytes=facts.step_bytes)
+    return DeviceStore(view, block_size, layout, CudaQueue(first.device), options), layout
+
+
+def _scratch_page(cache: torch.Tensor) -> torch.Tensor:
+    """One block of zeros that lies as the cache's blocks do."""
+    shape = (1, *cache.shape[1:])
+    return torch.empty_strided(shape, cache.stride(), dtype=cache.dtype, device=cache.device).zero_()
 
 
 def engine_identity(

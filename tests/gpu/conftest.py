@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-REASON = "NO GPU: torch sees no CUDA device here, so the cuda:N pool is NOT tested by this run"
+REASON = "NO GPU: torch sees no CUDA device here, so the cuda:N pool and a cache on a device are NOT tested by this run"
 
 
 def pytest_report_header() -> str:

@@ -16,7 +16,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -36,9 +36,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    import numpy.typing as npt
+
+    from kvlog.engines.row_store import RowStore
     from kvlog.engines.step_plan import StepPlan
 
-__all__ = ["LAYOUT", "SIZE", "PagedEngine", "paged", "row_of", "with_daemon"]
+    Memory = npt.NDArray[np.uint16]
+
+__all__ = ["LAYOUT", "SIZE", "PagedEngine", "PagedOptions", "paged", "row_of", "with_daemon"]
 
 LAYOUT = Layout(3, 2, 2, 16, DType.BFLOAT16)
 SIZE = 16
@@ -73,26 +78,21 @@ class PagedEngine:
     def __init__(
         self,
         start_replicator: Callable[[int, bytes], Replicator],
-        blocks: int,
         planner: PlannerOptions,
         worker: WorkerOptions,
+        wanted: PagedOptions,
     ) -> None:
         order = np.arange(_PAGE).reshape(SIZE, LAYOUT.planes, LAYOUT.head_dim)
-        self.stores = [
-            PagedStore(
-                list(np.zeros((LAYOUT.layers, blocks, LAYOUT.kv_heads, _PAGE), np.uint16)),
-                PageMap(order),
-                LAYOUT,
-            )
-            for _ in range(planner.shards)
-        ]
+        shape = (LAYOUT.layers, wanted.blocks, LAYOUT.kv_heads, _PAGE)
+        memories = [np.zeros(shape, np.uint16) for _ in range(planner.shards)]
+        self.stores = [PagedStore(list(memory), PageMap(order), LAYOUT) for memory in memories]
         self.planner = StepPlanner(planner)
         self.workers = [
             StepWorker(partial(start_replicator, rank), store, Shard(rank), worker)
-            for rank, store in enumerate(self.stores)
+            for rank, store in enumerate(map(wanted.over, memories) if wanted.over else self.stores)
         ]
         self.requests: dict[str, Request] = {}
-        self.free = list(range(blocks))
+        self.free = list(range(wanted.blocks))
         self.chunk = 64
         self.wait_seconds = planner.wait_seconds
         self.plans: list[StepPlan] = []
@@ -135,7 +135,7 @@ class PagedEngine:
         """A request is over; its blocks are free at once unless they are held."""
         request = self.requests[name]
         request.running = False
-        request.over = self.planner.finished(name, len(request.blocks))
+        request.over = self.planner.finished(name, len(request.blocks), request.computed)
         if not request.over.hold and not request.loading:
             self._give_back(request)
         return request.over
@@ -277,21 +277,32 @@ class PagedEngine:
         request.blocks = []
 
 
-@contextmanager
-def paged(
-    path: Path,
-    *,
-    ranks: int = 1,
-    blocks: int = 64,
-    wait: float = 2.0,
-    at_once: int = 1000,
-    **worker: float,
-) -> Iterator[PagedEngine]:
-    """An engine that looks for a daemon; each rank has a link of its own.
+@dataclass(frozen=True, kw_only=True)
+class PagedOptions:
+    """What a test may want of its engine.
 
-    Several ranks need a real daemon, a process that a busy machine may keep silent for longer than a fake one.
+    Args:
+        ranks: each has a link of its own. Several need a real daemon, a process that a busy machine may keep silent for
+            longer than a fake one.
+        blocks: of the cache.
+        wait: seconds that a request waits for its rows.
+        at_once: rows that are loaded in a step; more are loaded beside the steps.
+        over: makes of the cache what the workers read and write it through.
     """
-    client = ClientOptions(connect_seconds=0.5, ping_seconds=0.05, dead_seconds=0.3 if ranks == 1 else 10.0)
+
+    ranks: int = 1
+    blocks: int = 64
+    wait: float = 2.0
+    at_once: int = 1000
+    over: Callable[[Memory], RowStore] | None = None
+
+
+@contextmanager
+def paged(path: Path, wanted: PagedOptions | None = None, **worker: Any) -> Iterator[PagedEngine]:
+    """An engine that looks for a daemon; `worker`: WorkerOptions."""
+    wanted = wanted or PagedOptions()
+    dead_seconds = 0.3 if wanted.ranks == 1 else 10.0
+    client = ClientOptions(connect_seconds=0.5, ping_seconds=0.05, dead_seconds=dead_seconds)
     options = ReplicatorOptions(
         socket=path,
         backoff_seconds_min=0.01,
@@ -302,20 +313,20 @@ def paged(
 
     def start_replicator(rank: int, renewal: bytes) -> Replicator:
         """Weights by another name are another model."""
-        identity = replace(_IDENTITY, weights=digest(b"weights", renewal), shards=ranks)
+        identity = replace(_IDENTITY, weights=digest(b"weights", renewal), shards=wanted.ranks)
         replicator = Replicator(options, identity, Shard(rank))
         replicator.start()
         return replicator
 
     planner = PlannerOptions(
-        wait_seconds=wait,
-        shards=ranks,
-        held_blocks_max=blocks,
-        rows_at_once_max=at_once,
+        wait_seconds=wanted.wait,
+        shards=wanted.ranks,
+        held_blocks_max=wanted.blocks,
+        rows_at_once_max=wanted.at_once,
         instance=os.urandom(16),
     )
-    options_of_workers = WorkerOptions(shards=ranks, **worker)  # type: ignore[arg-type]
-    engine = PagedEngine(start_replicator, blocks, planner, options_of_workers)
+    workers = WorkerOptions(shards=wanted.ranks, **worker)
+    engine = PagedEngine(start_replicator, planner, workers, wanted)
     try:
         yield engine
     finally:
@@ -325,9 +336,9 @@ def paged(
 
 @contextmanager
 def with_daemon(
-    path: Path, knobs: Knobs | None = None, **options: float
+    path: Path, knobs: Knobs | None = None, wanted: PagedOptions | None = None, **worker: Any
 ) -> Iterator[tuple[FakeDaemon, PagedEngine]]:
     """An engine that has found its daemon."""
-    with FakeDaemon.running(path, knobs) as running, paged(path, **options) as engine:  # type: ignore[arg-type]
+    with FakeDaemon.running(path, knobs) as running, paged(path, wanted, **worker) as engine:
         assert engine.replicator.wait_connected(_SECONDS)
         yield running.daemon, engine

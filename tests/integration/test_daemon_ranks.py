@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from consumers.demo_log import DemoLog
 from kvlog.ids import FIRST_OFFSET, SessionId
 from kvlog.log.settings import LogSettings
-from tests.integration.paged_engine import LAYOUT, PagedEngine, paged, row_of
+from tests.integration.paged_engine import LAYOUT, PagedEngine, PagedOptions, paged, row_of
 from tests.nodes import Node, daemon_config, logged_length, until
 from tests.vllm.servers import logged_session, rows_before
 
@@ -43,10 +43,9 @@ def daemons(folder: Path, names: str) -> Iterator[list[Node]]:
 
 
 @contextmanager
-def two_ranks(node: Node, **options: float) -> Iterator[PagedEngine]:
+def two_ranks(node: Node, *, wait: float = 10.0) -> Iterator[PagedEngine]:
     """An engine beside a daemon, both links up."""
-    given: dict[str, Any] = {"wait": 10.0, **options}
-    with paged(node.folder / f"{node.name}.sock", ranks=RANKS, **given) as engine:
+    with paged(node.folder / f"{node.name}.sock", PagedOptions(ranks=RANKS, wait=wait)) as engine:
         for worker in engine.workers:
             assert worker.replicator.wait_connected(5)
         yield engine

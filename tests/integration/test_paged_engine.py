@@ -10,7 +10,7 @@ import pytest
 from kvlog.link.messages import UnloggedReason
 from tests.integration.fake_daemon import FakeDaemon, Knobs
 from tests.integration.one_request import wait_for
-from tests.integration.paged_engine import SIZE, PagedEngine, paged, row_of, with_daemon
+from tests.integration.paged_engine import SIZE, PagedEngine, PagedOptions, paged, row_of, with_daemon
 
 PROMPT = list(range(100, 200))
 
@@ -44,7 +44,7 @@ def test_prefill_in_chunks_and_decode_are_saved_whole(tmp_path):
 
 def test_batch_of_sessions_is_kept_apart(tmp_path):
     """Eight sessions of several lengths in the same steps."""
-    with with_daemon(tmp_path / "s", blocks=200) as (daemon, engine):
+    with with_daemon(tmp_path / "s", wanted=PagedOptions(blocks=200)) as (daemon, engine):
         for k in range(8):
             engine.add(f"s{k}", PROMPT[: 20 + 7 * k])
         engine.run_until("s7", 100)
@@ -70,7 +70,7 @@ def test_second_turn_loads_what_the_log_has(tmp_path):
 
 def test_long_load_is_done_beside_the_steps(tmp_path):
     """The others go on; the request goes on with all rows, and only new ones are logged."""
-    with with_daemon(tmp_path / "s", at_once=20) as (daemon, engine):
+    with with_daemon(tmp_path / "s", wanted=PagedOptions(at_once=20)) as (daemon, engine):
         first = engine.add("a", PROMPT, "s")
         engine.run_until("a", 120)
         engine.finish("a")
@@ -85,7 +85,7 @@ def test_long_load_is_done_beside_the_steps(tmp_path):
 
 def test_request_that_leaves_during_its_load_gives_its_blocks_back_afterwards(tmp_path, monkeypatch):
     """Not before the last row is in place, and once; nothing of it is held for the log."""
-    with with_daemon(tmp_path / "s", at_once=20) as (_, engine):
+    with with_daemon(tmp_path / "s", wanted=PagedOptions(at_once=20)) as (_, engine):
         first = engine.add("a", PROMPT, "s")
         engine.run_until("a", 120)
         engine.finish("a")
@@ -112,7 +112,7 @@ def test_request_that_leaves_during_its_load_gives_its_blocks_back_afterwards(tm
 
 def test_long_load_that_fails_is_computed(tmp_path, monkeypatch):
     """As a short one; the request is told that it is over, and which blocks are bad."""
-    with with_daemon(tmp_path / "s", at_once=20) as (daemon, engine):
+    with with_daemon(tmp_path / "s", wanted=PagedOptions(at_once=20)) as (daemon, engine):
         first = engine.add("a", PROMPT, "s")
         engine.run_until("a", 110)
         engine.finish("a")
@@ -185,7 +185,7 @@ def _matched(engine: PagedEngine, name: str) -> bool:
 
 def test_preempted_request_resumes_from_its_own_log(tmp_path):
     """Its blocks go to another; the log has only its own rows, and gives them back."""
-    with with_daemon(tmp_path / "s", blocks=20) as (daemon, engine):
+    with with_daemon(tmp_path / "s", wanted=PagedOptions(blocks=20)) as (daemon, engine):
         engine.add("a", PROMPT)
         engine.run_until("a", 120)
         engine.preempt("a")
@@ -274,7 +274,7 @@ def test_request_aborted_before_its_answer_closes_its_turn(tmp_path):
 
 def test_late_answer_is_logged_from_the_first_row_without_a_load(tmp_path):
     """The request does not wait longer than it may; its rows are logged once the turn is there."""
-    with with_daemon(tmp_path / "s", Knobs(answer_after=0.3), wait=0.05) as (daemon, engine):
+    with with_daemon(tmp_path / "s", Knobs(answer_after=0.3), PagedOptions(wait=0.05)) as (daemon, engine):
         engine.add("a", PROMPT)
         began = time.monotonic()
         engine.run_until("a", 105)

@@ -1,7 +1,8 @@
 """Two nodes with a vLLM each over one local log, and requests to them; whoever was killed is started anew on demand.
 
 A: blocks of 128, prefill in chunks of 64, loads within a step. B: blocks of 32, and so few that several long requests
-do not fit; loads beside the steps. C, when it is asked for: drafts from the prompt.
+do not fit; loads beside the steps. C, when it is asked for: drafts from the prompt. D and E, when they are asked for: a
+model with latent attention (MLA); vLLM's CPU kernel for it has blocks of 16 and neither chunks nor a prefix cache.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from tests.model.deepseek import random_latent_folder
 from tests.model.llama import random_folder
 from tests.nodes import Answer, Node, ask, daemon_config
 from tests.processes import die_with_parent
@@ -37,10 +39,17 @@ _OPTIONS: Final = {
     "a": ("--max-num-batched-tokens", "64", "--middleware", "kvlog.engines.vllm_fence.FenceMiddleware"),
     "b": ("--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "1024"),
     "c": ("--speculative-config", json.dumps(_NGRAM)),
+    "d": (),
+    "e": (),
 }
-_EXTRA: Final[dict[str, dict[str, object]]] = {"a": {}, "b": {"load_step_bytes": 0}, "c": {}}
+_EXTRA: Final[dict[str, dict[str, object]]] = {"b": {"load_step_bytes": 0}, "e": {"load_step_bytes": 0}}
 
-_TOKENS_MAX: Final = {"a": 4096, "b": 1024, "c": 4096}
+_TOKENS_MAX: Final = {"a": 4096, "b": 1024, "c": 4096, "d": 4096, "e": 4096}
+
+_TOGETHER: Final = {"a": "ab", "b": "ab", "c": "c", "d": "de", "e": "de"}
+"""Which nodes are started side by side."""
+
+_MODELS: Final = {"d": random_latent_folder, "e": random_latent_folder}
 
 
 def prompt_of(test: str) -> tuple[int, ...]:
@@ -53,7 +62,7 @@ class VllmNode:
 
     def __init__(self, folder: Path, name: str, log_url: str) -> None:
         self.daemon = Node(folder, name, daemon_config(folder, name, log_url))
-        self.server = VllmServer(folder, name, random_folder())
+        self.server = VllmServer(folder, name, _MODELS.get(name, random_folder)())
         self._name = name
         self._socket = folder / f"{name}.sock"
 
@@ -64,7 +73,7 @@ class VllmNode:
             self.daemon.start_daemon()
             self.daemon.wait_log()
         if not self.server.is_running:
-            self.server.launch(self._socket, *_OPTIONS[self._name], **_EXTRA[self._name])
+            self.server.launch(self._socket, *_OPTIONS[self._name], **_EXTRA.get(self._name, {}))
 
     def kill(self) -> None:
         """The whole node dies at once: the daemon has no time to save what the server left in the ring."""
@@ -139,12 +148,12 @@ def stock_client(
 
 
 class Fleet:
-    """Nodes A and B. `table`: what each kill cost, and `notes`: both are printed at the end."""
+    """Nodes A and B, and others when asked for. `table`: what each kill cost, and `notes`: printed at the end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log_url = f"file://{folder}/log"
-        self._nodes = {name: VllmNode(folder, name, self.log_url) for name in "abc"}
+        self._nodes = {name: VllmNode(folder, name, self.log_url) for name in _OPTIONS}
         self.table: list[Row] = []
         self.notes: list[str] = []
         self._answers: dict[str, list[int]] = {}
@@ -163,12 +172,14 @@ class Fleet:
         """A node as it is, dead or alive."""
         return self._nodes[name]
 
-    def undisturbed(self, prompt: Sequence[int], count: int) -> tuple[list[int], LoggedSession]:
+    def undisturbed(
+        self, prompt: Sequence[int], count: int, on: str = "a"
+    ) -> tuple[list[int], LoggedSession]:
         """What an undisturbed run answers, alone on A, and what the log holds of it: what its blocks held."""
-        session = f"undisturbed-{hash(tuple(prompt))}-{count}"
+        session = f"undisturbed-{on}-{hash(tuple(prompt))}-{count}"
         if session not in self._answers:
-            self._answers[session] = self.a.answer(session, prompt, count)
-            turn = self.node("a").server.last_turn(session)
+            self._answers[session] = self.serving(on).answer(session, prompt, count)
+            turn = self.node(on).server.last_turn(session)
             assert turn["digests"] == self.logged(session).digests(turn["length"])
         return self._answers[session], self.logged(session)
 
@@ -214,7 +225,7 @@ class Fleet:
 
     def serving(self, name: str) -> VllmNode:
         """A node by its name, serving."""
-        for each in "ab" if name in "ab" else name:  # both at once: they start side by side
+        for each in _TOGETHER[name]:  # both at once: they start side by side
             self._nodes[each].launch()
         self._nodes[name].server.wait_ready()
         return self._nodes[name]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,8 +17,12 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
+from kvlog.engines.device_layout import refuse_other_order
 from kvlog.engines.vllm import KvlogConnector
+from kvlog.engines.vllm_kernels import writer_of
+from kvlog.engines.vllm_probe import probe_page_map
 from kvlog.engines.vllm_support import check_api, check_version
 from kvlog.errors import ConfigError
 
@@ -32,6 +38,10 @@ def specs() -> dict[str, list[Any]]:
         "window as full": [kv.FullAttentionSpec(**PLAIN, sliding_window=64)],
         "chunked": [kv.ChunkedLocalAttentionSpec(**PLAIN, attention_chunk_size=64)],
         "mla": [kv.MLAAttentionSpec(**{**PLAIN, "num_kv_heads": 1})],
+        "packed mla": [
+            kv.MLAAttentionSpec(**{**PLAIN, "num_kv_heads": 1}, cache_dtype_str="x", state_content_bytes=656)
+        ],
+        "compressed mla": [kv.MLAAttentionSpec(**{**PLAIN, "num_kv_heads": 1}, tokens_per_state=4)],
         "mamba": [kv.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))],
         "hybrid": [full, kv.SlidingWindowSpec(**PLAIN, sliding_window=64)],
         "other V": [kv.FullAttentionSpec(**PLAIN, head_size_v=64)],
@@ -47,6 +57,18 @@ def said(make: Any) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def ask_latent_kernel() -> None:
+    """The CPU's writer of latent rows puts them where vLLM's documented shape has them."""
+    module = SimpleNamespace(
+        impl=SimpleNamespace(do_kv_cache_update=partial(CPUMLAImpl.do_kv_cache_update, None)),
+        kv_lora_rank=512,
+        kv_cache_dtype="auto",
+        _k_scale=None,
+    )
+    page = torch.zeros(1, 1, 16, 576, dtype=torch.bfloat16)
+    refuse_other_order(probe_page_map(writer_of(module, 1), page, 1), "CPU_MLA")
 
 
 def main(folder: str) -> None:
@@ -83,6 +105,7 @@ def main(folder: str) -> None:
         object.__setattr__(owner, field, value)
         answers[name] = said(lambda: connect([kv.FullAttentionSpec(**PLAIN)]))
         object.__setattr__(owner, field, before)
+    answers["latent kernel"] = said(ask_latent_kernel)
     answers["worker"] = said(lambda: connect([kv.FullAttentionSpec(**PLAIN)], KVConnectorRole.WORKER))
     answers["version"] = said(lambda: check_version(vllm.__version__))
     answers["base class"] = said(lambda: check_api(dir(KVConnectorBase_V1)))

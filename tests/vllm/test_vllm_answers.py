@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from consumers.demo_log import DemoLog
-from kvlog.ids import FIRST_OFFSET, SessionId
-from kvlog.log.settings import LogSettings
 from tests.nodes import until
+from tests.vllm.copies import copy_whole_and_damaged
 from tests.vllm.fleet import TAKE_OVER, Row, prompt_of, stock_client
 
 if TYPE_CHECKING:
@@ -155,7 +153,7 @@ def test_flipped_byte_in_the_log_is_refused_and_computed(fleet: Fleet) -> None:
     expected, undisturbed = fleet.undisturbed(prompt, 100)
     fleet.a.answer("origin", prompt, 60)
     fleet.a.server.last_turn("origin")
-    start = asyncio.run(_copies(fleet.log_url))
+    start = asyncio.run(copy_whole_and_damaged(fleet.log_url, "origin"))
     known = [*prompt, *expected[:60]]
     node = fleet.b
     before = node.server.newest_turn()
@@ -166,20 +164,6 @@ def test_flipped_byte_in_the_log_is_refused_and_computed(fleet: Fleet) -> None:
         assert undisturbed.digests(loads) == fleet.logged(session).digests(loads)
         assert undisturbed.tokens == turn["tokens"]
     assert start == loaded_by(node.server.last_turn("origin-damaged"), before)
-
-
-async def _copies(url: str) -> int:
-    """Where the damaged copy's damage begins."""
-    log = await DemoLog.open(LogSettings(url=url, partitions=4))
-    log._starts = dict.fromkeys(log._starts, FIRST_OFFSET)
-    try:
-        story = await log.story(SessionId("origin"))
-        await log.copy(story, SessionId("origin-whole"), damaged=None)
-        damaged = await log.copy(story, SessionId("origin-damaged"), damaged=len(story.entries) - 5)
-        assert damaged.damaged is not None
-        return int(damaged.damaged[1])
-    finally:
-        await log.close()
 
 
 def test_daemon_that_is_killed_and_comes_back_costs_the_answer_nothing(fleet: Fleet) -> None:

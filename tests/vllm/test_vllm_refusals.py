@@ -14,12 +14,13 @@ from tests.vllm.servers import ROOT, vllm_python, why_not
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-SERVED = {"plain", "worker", "version", "base class"}
+SERVED = {"plain", "mla", "latent kernel", "worker", "version", "base class"}
 SAID = {
     "window": "SlidingWindowSpec",
     "window as full": "sliding window of 64",
     "chunked": "ChunkedLocalAttentionSpec",
-    "mla": "MLAAttentionSpec",
+    "packed mla": "a state of the model's own form",
+    "compressed mla": "4 tokens in one state",
     "mamba": "MambaSpec",
     "hybrid": "2 groups",
     "other V": "K has 32 dimensions and V has 64",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from kvlog.engines.paged_rows import PagedStore
+from kvlog.engines.vllm_kernels import writer_of
 from kvlog.engines.vllm_probe import probe_page_map
-from kvlog.engines.vllm_worker import layers_in_order, open_store
+from kvlog.engines.vllm_worker import CacheFacts, layers_in_order, open_store
 from kvlog.errors import ConfigError
 
 HEADS, SIZE, DIM = 2, 32, 16
@@ -80,11 +84,18 @@ def test_layers_are_ordered_by_number():
     assert names[::-1] == layers_in_order(names)
 
 
+def on_host(layers, planes=2):
+    """A store of tensors on the host, and the layout."""
+    store, layout = open_store(layers, CacheFacts(planes=planes))
+    assert isinstance(store, PagedStore)
+    return store, layout
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_store_of_tensors_reads_what_the_kernel_wrote(dtype):
     """From torch tensors to token-major bytes, over two layers and two blocks."""
     caches = [torch.zeros(3, HEADS, SIZE, 2 * DIM, dtype=dtype) for _ in range(2)]
-    store, layout = open_store([(cache, vec) for cache in caches])
+    store, layout = on_host([(cache, vec) for cache in caches])
     rows = torch.randn(40, 2, 2, HEADS, DIM).to(dtype)
     blocks = [2, 0]
     slots = torch.tensor([blocks[n // SIZE] * SIZE + n % SIZE for n in range(40)])
@@ -94,3 +105,68 @@ def test_store_of_tensors_reads_what_the_kernel_wrote(dtype):
     store.gather(blocks, 0, memoryview(out))
     assert rows.view(torch.uint8).numpy().tobytes() == bytes(out)
     assert 3 == store.blocks
+
+
+class Latent:
+    """An attention layer of vLLM whose cache has one latent row a position: [blocks, block_size, rank + rotary]."""
+
+    kv_lora_rank, kv_cache_dtype, _k_scale = 12, "auto", None
+
+    def __init__(self) -> None:
+        self.impl = SimpleNamespace(do_kv_cache_update=self.update)
+
+    @staticmethod
+    def update(normed, rotary, cache, slots, *dtype_and_scale):
+        """As the CPU's reference kernel does it; shapes are those that the kernels are given."""
+        assert ("auto", None) == dtype_and_scale
+        assert (2, 3, 3) == (normed.dim(), rotary.dim(), cache.dim())
+        flat = cache.view(-1, cache.shape[2])
+        flat[slots, : normed.shape[1]] = normed
+        flat[slots, normed.shape[1] :] = rotary.squeeze(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_latent_cache_is_read_as_one_row_of_one_plane(dtype):
+    """MLA: no K, no V, one head; rows are what was written, whatever the block table."""
+    caches = [torch.zeros(3, 1, SIZE, DIM, dtype=dtype) for _ in range(2)]
+    store, layout = on_host([(cache, writer_of(Latent(), 1)) for cache in caches], planes=1)
+    assert (2, 1, 1, DIM) == (layout.layers, layout.planes, layout.kv_heads, layout.head_dim)
+    assert store.is_replicated
+    rows = torch.randn(40, 2, 1, DIM).to(dtype)
+    blocks = [2, 0]
+    slots = torch.tensor([blocks[n // SIZE] * SIZE + n % SIZE for n in range(40)])
+    for layer, cache in enumerate(caches):
+        writer_of(Latent(), 1)(rows[:, layer], cache, slots)
+    out = bytearray(40 * layout.row_bytes)
+    store.gather(blocks, 0, memoryview(out))
+    assert rows.view(torch.uint8).numpy().tobytes() == bytes(out)
+    store.scatter([1, 0], 0, memoryview(out))
+    assert torch.equal(caches[1][1, 0], rows[:SIZE, 1, 0])
+
+
+def test_keys_and_values_are_every_ranks_own():
+    """Each rank has other heads."""
+    store, _ = on_host([(torch.zeros(1, HEADS, SIZE, 2 * DIM), vec)])
+    assert not store.is_replicated
+
+
+def test_writer_of_keys_and_values_passes_the_layer_on():
+    """The kernel reads its scales from it."""
+    got: list[object] = []
+    module = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=lambda *given: got.append(given)))
+    writer_of(module, 2)("k", "v", "cache", "slots")
+    assert [(module, "k", "v", "cache", "slots")] == got
+
+
+def test_blocks_of_several_pages_are_refused_on_the_host():
+    """A kernel with smaller blocks than the scheduler's: the map of a page would be read past its end."""
+    layers = [(torch.zeros(2, HEADS, SIZE, 2 * DIM), vec)]
+    with pytest.raises(ConfigError, match="blocks of 64 positions in pages of 32"):
+        open_store(layers, CacheFacts(block_size=2 * SIZE))
+
+
+def test_backend_that_nobody_has_read_is_refused_on_a_device():
+    """By its name, before anything of the cache is touched."""
+    layers = [(torch.zeros(2, HEADS, SIZE, 2 * DIM, device="meta"), documented)]
+    with pytest.raises(ConfigError, match="TRITON_ATTN on meta"):
+        open_store(layers, CacheFacts(backend="TRITON_ATTN"))

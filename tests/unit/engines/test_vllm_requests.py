@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvlog.checksums import digest
 from kvlog.engines.step_plan import UnloggedCause
 from kvlog.engines.turn_state import TurnRequest
 from kvlog.engines.vllm_requests import context_digest, describe_request
 from kvlog.link.messages import DIGEST_NONE
 from kvlog.modes import IDS
+
+if TYPE_CHECKING:
+    from kvlog.ids import Digest
 
 
 def request(**fields: Any) -> SimpleNamespace:
@@ -83,17 +87,29 @@ def test_parameters_of_another_connector_are_not_ours():
 
 def test_context_digest_tells_lora_media_and_salt_apart():
     """Equal tokens with another adapter, picture or salt have other rows."""
-    lora = SimpleNamespace(lora_name="a", lora_path="/a")
     media = SimpleNamespace(identifier="hash", mm_position=SimpleNamespace(offset=3, length=9))
     moved = SimpleNamespace(identifier="hash", mm_position=SimpleNamespace(offset=4, length=9))
-    fields: list[dict[str, Any]] = [
-        {},
-        {"lora_request": lora},
-        {"lora_request": SimpleNamespace(lora_name="a", lora_path="/b")},
-        {"mm_features": [media]},
-        {"mm_features": [moved]},
-        {"cache_salt": "x"},
-        {"cache_salt": "x", "lora_request": lora},
+    one, other = digest(b"one"), digest(b"other")
+    fields: list[tuple[dict[str, Any], Digest]] = [
+        ({}, DIGEST_NONE),
+        ({"lora_request": object()}, one),
+        ({"lora_request": object()}, other),
+        ({"mm_features": [media]}, DIGEST_NONE),
+        ({"mm_features": [moved]}, DIGEST_NONE),
+        ({"cache_salt": "x"}, DIGEST_NONE),
+        ({"cache_salt": "x", "lora_request": object()}, one),
     ]
-    digests = [context_digest(request(**each)) for each in fields]
+    digests = [context_digest(request(**each), weights) for each, weights in fields]
     assert (DIGEST_NONE, len(fields)) == (digests[0], len(set(digests)))
+
+
+def test_request_whose_adapter_is_not_known_is_unlogged():
+    """Never a digest of half of it."""
+    asked = request(session_id="s", lora_request=object())
+    assert UnloggedCause.ADAPTER is describe_request(asked, [1], 1.0, UnloggedCause.ADAPTER).turn
+    assert (
+        UnloggedCause.PARALLEL
+        is describe_request(
+            request(sampling_params=SimpleNamespace(n=2)), [1], 1.0, UnloggedCause.ADAPTER
+        ).turn
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,13 @@ from typing import Any
 import pytest
 
 from kvlog.engines.step_plan import Dropped, LoadAsk, Ready, RowsAt, StepPlan, StepReport, TurnKey
-from kvlog.engines.vllm_scheduler import SchedulerHalf
+from kvlog.engines.transformers_identity import adapter_digest
+from kvlog.engines.vllm_adapters import AdapterDigests
+from kvlog.engines.vllm_requests import context_digest
+from kvlog.engines.vllm_scheduler import EngineShape, SchedulerHalf
 from kvlog.engines.vllm_settings import ConnectorSettings
 from kvlog.ids import Shard
+from tests.unit.engines.lora_folder import adapter, lora
 
 KEY = TurnKey(1)
 
@@ -21,7 +27,8 @@ KEY = TurnKey(1)
 def half():
     """With loads of up to 100 rows in one step."""
     settings = ConnectorSettings(link=Path("/nowhere"), load_step_bytes=1000)
-    one = SchedulerHalf(settings, blocks=100, row_bytes=10, engine=f"test-{os.urandom(8).hex()}")
+    shape = EngineShape(engine=f"test-{os.urandom(8).hex()}", blocks=100, row_bytes=10)
+    one = SchedulerHalf(settings, shape)
     yield one
     one.close()
 
@@ -40,6 +47,7 @@ def request(tokens: int = 50, **fields: Any) -> Any:
         "cache_salt": None,
         "all_token_ids": list(range(tokens)),
         "skip_reading_prefix_cache": False,
+        "num_computed_tokens": 0,
     }
     return SimpleNamespace(**{**plain, **fields})
 
@@ -137,3 +145,47 @@ def test_rows_that_are_counted_as_loaded_are_loaded_whatever_breaks(half):
     assert StepPlan(loads=(LoadAsk(KEY, 0, 20, (3, 4)),)) == half.plan(SimpleNamespace())
     with pytest.raises(AttributeError):
         half.allocated(one, SimpleNamespace(), 5)
+
+
+def asked_until_known(half: SchedulerHalf, of: Any) -> tuple[int | None, bool]:
+    """What the scheduler is told, once its adapter is known, or is not waited for any longer."""
+    half.on_new_request(of)
+    deadline = time.monotonic() + 10
+    while (said := half.matched_tokens(of, 0)) == (None, False) and not half._planner._requests:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return said
+
+
+def test_request_with_an_adapter_is_taken_when_its_weights_were_read(half, tmp_path):
+    """It waits for that as for its turn; the turn's context has the weights' digest."""
+    folder = adapter(tmp_path / "a")
+    one = request(lora_request=lora(folder))
+    assert (None, False) == asked_until_known(half, one)
+    context = half.plan(output()).opens[0].request.context
+    assert context_digest(one, adapter_digest(folder)) == context
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_request_whose_adapter_is_not_read_in_time_is_served_unlogged(half, tmp_path, exists):
+    """Or cannot be read at all: counted with the reason."""
+    release = threading.Event()
+
+    def find(_: str) -> Any:
+        release.wait(10)
+        return tmp_path
+
+    if exists:
+        half._adapters, half._wait_seconds = AdapterDigests(find), 0.05
+    one = request(lora_request=lora(tmp_path / "none"))
+    assert (0, False) == asked_until_known(half, one)
+    release.set()
+    assert {"unlogged:adapter_unreadable": 1} == half.take_increments()
+
+
+def test_request_that_leaves_while_its_adapter_is_read_leaves_nothing(half, tmp_path):
+    """An abort in that time."""
+    one = request(lora_request=lora(adapter(tmp_path / "a")))
+    half.on_new_request(one)
+    half.finished(one, 0)
+    assert {} == half._undescribed

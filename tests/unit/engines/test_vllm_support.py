@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvlog.engines.vllm_settings import ConnectorSettings
+from kvlog.engines.vllm_settings import ConnectorSettings, CudaUse
 from kvlog.engines.vllm_support import (
     CacheGroup,
     EngineFacts,
@@ -51,10 +51,12 @@ def test_plain_attention_is_served():
         (replace(FACTS, speculative="eagle3"), "eagle3"),
         (replace(FACTS, encoder_decoder=True), "encoder-decoder"),
         (replace(FACTS, platform="tpu"), "tpu"),
+        (replace(FACTS, platform="cuda"), '"cuda": "experimental"'),
         (replace(FACTS, groups=(GROUP, GROUP)), "2 groups"),
         (replace(FACTS, groups=()), "0 groups"),
         (group(kind="MambaSpec"), "model.layers.0.attn: MambaSpec"),
-        (group(kind="MLAAttentionSpec"), "MLAAttentionSpec"),
+        (group(kind="SlidingWindowMLASpec"), "SlidingWindowMLASpec"),
+        (group(kind="MLAAttentionSpec", dtype="uint8", packed="x"), "uint8"),
         (group(kind="SlidingWindowSpec"), "SlidingWindowSpec"),
         (group(sliding_window=4096), "sliding window of 4096"),
         (group(chunk=8192), "chunks of 8192"),
@@ -70,6 +72,20 @@ def test_what_is_not_served_is_refused_by_name(facts, said):
     assert said in str(refusal)
     with pytest.raises(ConfigError):
         refuse_unsupported(facts)
+
+
+def test_latent_attention_is_served_with_one_plane():
+    """MLA has no V of its own."""
+    latent = replace(GROUP, kind="MLAAttentionSpec", head_size=576, head_size_v=0)
+    assert first_refusal(replace(FACTS, groups=(latent,))) is None
+    assert (1, 2) == (latent.planes, GROUP.planes)
+
+
+def test_cuda_is_served_to_whoever_asks_for_it_in_so_many_words():
+    """Nobody gets a path that has never run on a device by accident."""
+    asked = ConnectorSettings.parse({"link": "/s", "cuda": "experimental"}).cuda
+    assert first_refusal(replace(FACTS, platform="cuda", cuda=asked)) is None
+    assert CudaUse.REFUSED is ConnectorSettings.parse({"link": "/s"}).cuda
 
 
 def test_drafts_of_the_prompt_are_served():
@@ -119,6 +135,8 @@ def test_settings_are_read_with_their_defaults():
         ({"link": "/s", "hold_blocks_share": 1.5}, "hold_blocks_share"),
         ({"link": "/s", "step_bytes": 0}, "step_bytes"),
         ({"link": "/s", "hold_seconds": True}, "hold_seconds"),
+        ({"link": "/s", "cuda": True}, "cuda"),
+        ({"link": "/s", "cuda": "yes"}, "experimental"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(extra, said):

@@ -1,0 +1,100 @@
+"""Latent attention (MLA) on real vLLM servers: one row a token and layer, of one plane and one head, for all ranks.
+
+vLLM's CPU kernels for it have no prefix cache, so what a later request does not compute can only have been loaded. They
+compute one row otherwise than several (in the latent space, or by heads), and round otherwise. So tokens are compared
+where all rows but one are loaded, and rows that were computed again are compared as numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.model.deepseek import LATENT, ROTARY
+from tests.vllm.copies import copy_whole_and_damaged
+from tests.vllm.fleet import TAKE_OVER, Row, prompt_of
+
+if TYPE_CHECKING:
+    from tests.vllm.fleet import Fleet, VllmNode
+    from tests.vllm.servers import LoggedSession
+
+LOST_MAX = 200
+"""Rows that a whole node's death may lose; as in test_vllm_answers."""
+
+ROUNDING = 1e-3
+"""Elements of a latent row are normalised: they are of the order of one."""
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+def test_latent_answer_goes_on_after_its_node_was_killed(fleet: Fleet) -> None:
+    """SIGKILL of D's process group and daemon in mid-answer: E loads the log's rows, which are an undisturbed run's.
+
+    E is given the tokens of the log's rows and the one after them; its answer is the undisturbed one from there on.
+    """
+    prompt = prompt_of("test_latent_answer_goes_on_after_its_node_was_killed")
+    expected, undisturbed = fleet.undisturbed(prompt, 300, on="d")
+    assert (LATENT + ROTARY) * 4 == undisturbed.layers[0].shape[1], "bytes of a row in one layer, in float32"
+    d, e = fleet.node("d"), fleet.serving("e")
+    shown = d.answer_until("latent", prompt, 150, d.kill)
+    known = len(prompt) + len(shown)
+    rows = fleet.logged("latent").rows
+    assert 0 < known - rows <= LOST_MAX
+    count = rows + 1 - len(prompt)
+    rest = e.answer("latent", [*prompt, *expected[:count]], 300 - count, kv_transfer_params=TAKE_OVER)
+    assert rows == _attached(fleet, e, "latent")
+    kv_equal = undisturbed.digests(rows) == fleet.logged("latent").digests(rows)
+    fleet.table.append(Row("latent, D to E", known, rows, kv_equal, expected == expected[:count] + rest))
+    assert expected[: len(shown)] == shown
+    assert (True, True) == (fleet.table[-1].kv_equal, fleet.table[-1].tokens_equal)
+
+
+def test_second_turn_of_a_latent_session_loads_the_first(fleet: Fleet) -> None:
+    """On the node that computed it, out of the daemon's pool; only new rows are logged."""
+    prompt = prompt_of("test_second_turn_of_a_latent_session_loads_the_first")
+    node = fleet.serving("d")
+    first = node.answer("latent-turns", prompt, 60)
+    node.server.last_turn("latent-turns")
+    node.answer("latent-turns", [*prompt, *first, 7, 8, 9], 40)
+    assert len(prompt) + 59 == _attached(fleet, node, "latent-turns", 2)
+
+
+def test_flipped_byte_in_a_latent_log_is_refused_and_computed(fleet: Fleet) -> None:
+    """The control: of two copies of a session the whole one is loaded whole, the damaged one up to its damage."""
+    prompt = prompt_of("test_flipped_byte_in_a_latent_log_is_refused_and_computed")
+    expected, undisturbed = fleet.undisturbed(prompt, 100, on="d")
+    fleet.serving("d").answer("latent-origin", prompt, 60)
+    fleet.node("d").server.last_turn("latent-origin")
+    start = asyncio.run(copy_whole_and_damaged(fleet.log_url, "latent-origin"))
+    known = [*prompt, *expected[:60]]
+    node = fleet.serving("e")
+    assert expected[60:] == node.answer("latent-origin-whole", known, 40, kv_transfer_params=TAKE_OVER)
+    node.answer("latent-origin-damaged", known, 40, kv_transfer_params=TAKE_OVER)
+    for session, loads in (("latent-origin-whole", len(known) - 1), ("latent-origin-damaged", start)):
+        assert loads == _attached(fleet, node, session), session
+        logged = fleet.logged(session)
+        assert undisturbed.digests(loads) == logged.digests(loads)
+        assert _difference(undisturbed, logged, len(known)) < ROUNDING
+
+
+def _difference(one: LoggedSession, other: LoggedSession, positions: int) -> float:
+    """The largest difference of two sessions' elements in their first rows, as numbers."""
+    layers = zip(one.layers, other.layers, strict=True)
+    return max(
+        float(np.abs(mine[:positions].view(np.float32) - theirs[:positions].view(np.float32)).max())
+        for mine, theirs in layers
+    )
+
+
+def _attached(fleet: Fleet, node: VllmNode, session: str, turns: int = 1) -> int:
+    """Rows that a turn attached and put into blocks, once its blocks hold what the log holds, all of it."""
+    turn = node.server.last_turn(session, turns)
+    logged = fleet.logged(session)
+    assert (turn["length"], turn["tokens"]) == (logged.rows, logged.tokens)
+    assert turn["digests"] == logged.digests(logged.rows)
+    assert turn["log_from"] == turn["attach_length"], "rows that were loaded are not logged again"
+    assert turn["worker"]["load_failures"] == 0
+    return int(turn["attach_length"])
