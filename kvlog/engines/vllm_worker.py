@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from kvlog.engines.step_plan import StepPlan
+    from kvlog.engines.step_plan import StepPlan, TurnKey
     from kvlog.engines.vllm_settings import ConnectorSettings
 
 __all__ = ["CacheLayer", "WorkerHalf", "engine_identity", "layers_in_order", "open_store"]
@@ -54,6 +54,7 @@ class WorkerHalf:
         self._awaited: set[str] = set()
         self._broken = False
         self._failed_blocks: set[int] = set()
+        self._failed: list[TurnKey] = []
         self._counted_here: dict[str, float] = {}
         self._counted_there: dict[str, float] = {}
         self._counted_of = worker.replicator
@@ -93,6 +94,7 @@ class WorkerHalf:
         self._guarded(self._worker.load, plan)
         if self._broken:
             self._failed_blocks |= {block for ask in plan.loads for block in ask.blocks}
+            self._failed += [ask.key for ask in plan.loads]
 
     def after_step(self, plan: StepPlan) -> None:
         """After the computation."""
@@ -126,7 +128,8 @@ class WorkerHalf:
                 return self._worker.report()
             except Exception:  # noqa: BLE001  # the adapter's top: generation never fails by it
                 self._break()
-        return StepReport()
+        failed, self._failed = tuple(self._failed), []
+        return StepReport(failed=failed)
 
     def take_increments(self) -> dict[str, float]:
         """What has been done since this was asked for, by the names of vllm_stats."""

@@ -133,6 +133,30 @@ def test_long_load_that_fails_is_computed(tmp_path, monkeypatch):
         assert_in_log(daemon, engine, "b", "s")
 
 
+def test_load_beside_the_steps_that_always_fails_is_tried_once(tmp_path, monkeypatch):
+    """A request whose load has failed comes back to the scheduler: what failed once is computed, not loaded again."""
+    with with_daemon(tmp_path / "s", at_once=0) as (daemon, engine):
+        first = engine.add("a", PROMPT, "s")
+        engine.run_until("a", 110)
+        engine.finish("a")
+        engine.step(3)
+        real = engine.store.scatter
+
+        def broken(*arguments):
+            """Fail beside the steps."""
+            if threading.current_thread().name.startswith("kvlog-stage"):
+                raise OSError
+            real(*arguments)
+
+        monkeypatch.setattr(engine.store, "scatter", broken)
+        second = engine.add("b", first.tokens, "s")
+        engine.run_until("b", 115)
+        assert (0, 1) == (engine.worker.counts.rows_loaded, engine.worker.counts.load_failures)
+        assert [row_of(second.tokens, p) for p in range(second.computed)] == engine.rows("b")
+        assert_in_log(daemon, engine, "b", "s")
+        assert 0 == engine.finish("b").loaded
+
+
 def test_row_that_does_not_verify_never_reaches_a_block(tmp_path):
     """The load is shorter, the rest is computed, and nobody had to be told that a load failed."""
     with with_daemon(tmp_path / "s", Knobs(spoil_row=50)) as (daemon, engine):
