@@ -25,8 +25,8 @@ class ConnectorSettings:
         hold_blocks_share: of all blocks, the share that may be held so; 0 to 1.
         step_bytes: rows that one step writes at most, beside one row a session; ≥ 1.
         staging_bytes: verified rows that wait to be loaded, of all sessions; ≥ 0.
-        load_step_bytes: a load of more bytes is done beside the steps instead of in one; ≥ 0. At 0 a load that fails can harm
-            nobody else: blocks that are being filled beside the steps are shared with no other request (docs/adr/0006).
+        load_step_bytes: a load of more bytes is done beside the steps instead of in one; ≥ 0. Blocks that are filled
+            beside the steps are shared with no other request before they are full (docs/adr/0006).
         any_version: serve a vLLM outside the tested window.
     """
 

@@ -97,10 +97,7 @@ def shared_memory_of(processes: Iterable[Path]) -> set[Path]:
 
 
 class VllmServer:
-    """One `vllm serve`, with the watched connector, or without any.
-
-    Its processes do not die with their parent, so each group has a reaper: a shell that reads from us until we end.
-    """
+    """One `vllm serve`, with the watched connector, or without any."""
 
     def __init__(self, folder: Path, name: str, model: Path) -> None:
         self.folder = folder
@@ -112,7 +109,6 @@ class VllmServer:
         self._fail_loads = folder / f"{name}-fail-loads"
         self._temporary = folder / f"{name}-tmp"
         self._process: subprocess.Popen[bytes] | None = None
-        self._reaper: subprocess.Popen[bytes] | None = None
 
     def launch(self, link: Path | None, *options: str, **extra: object) -> None:
         """Start it; it is not there yet.
@@ -175,12 +171,6 @@ class VllmServer:
                 cwd=self.folder,
                 env=environment,
             )
-        self._reaper = subprocess.Popen(
-            ["/bin/sh", "-c", f"read line; kill -9 -{self._process.pid}"],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
 
     @property
     def output(self) -> str:
@@ -219,9 +209,6 @@ class VllmServer:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         self._process = None
-        assert self._reaper is not None
-        self._reaper.kill()
-        self._reaper.communicate()
         until(lambda: not _members(process.pid), seconds=_GONE_SECONDS, what=f"{self.name}'s processes gone")
         for path in left:
             path.unlink(missing_ok=True)

@@ -11,10 +11,14 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlog.engines.kv_digests import layer_digests
 from kvlog.engines.vllm import KvlogConnector
+from tests.processes import end_with_parent
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 __all__ = ["WatchedConnector"]
 
@@ -31,6 +35,11 @@ _CALLS = (
 
 class WatchedConnector(KvlogConnector):
     """Appends one JSON line to KVLOG_TEST_WATCH for each turn that ends."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Tie the engine's and the worker's process to the server's: vLLM lets them run on without it."""
+        end_with_parent()
+        super().__init__(vllm_config, role, kv_cache_config)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Look at the blocks of turns that end, then go on."""
