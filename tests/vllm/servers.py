@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
+import pytest
 
 from kvlog.checksums import DIGEST_BYTES
 from kvlog.ids import Shard
@@ -28,13 +29,14 @@ from tests.nodes import until
 from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = [
     "ROOT",
     "LoggedSession",
     "VllmServer",
     "logged_session",
+    "run_vllm_python",
     "shared_memory_of",
     "vllm_python",
     "why_not",
@@ -64,6 +66,21 @@ def why_not() -> str:
         ""
         if done.returncode == 0 and "." in done.stdout
         else f"no vLLM in {python}: {done.stdout}{done.stderr[-200:]}"
+    )
+
+
+def run_vllm_python(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run vLLM's interpreter, without an engine; skips where there is none."""
+    if reason := why_not():
+        pytest.skip(f"NOT TESTED: {reason}")
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return subprocess.run(
+        [vllm_python(), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1", **quiet},
+        preexec_fn=die_with_parent,
     )
 
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.model.llama import random_folder
 from tests.vllm.fleet import TAKE_OVER, prompt_of
+from tests.vllm.servers import run_vllm_python
 from tests.vllm.test_vllm_answers import assert_bytes, damaged_copies
 
 if TYPE_CHECKING:
@@ -68,6 +70,22 @@ def test_load_that_fails_changes_no_token_of_its_request_nor_of_one_with_the_sam
         expected, undisturbed = fleet.undisturbed(known[session], 60)
         assert expected == answers[session], session
         assert undisturbed.differs_from(fleet.logged(session), turn["length"]) < ROUNDING, session
+
+
+@pytest.mark.vllm_ci
+@pytest.mark.parametrize(("load_step_bytes", "is_safe"), [(0, True), (8 << 20, False)])
+def test_blocks_of_a_failed_load_are_read_by_nobody_before_they_are_computed(
+    load_step_bytes: int, is_safe: bool
+) -> None:
+    """vllm-project/vllm #49250 in its own scheduler, where prefills share a step; the control is why it is not ours.
+
+    A load within a step would be as much as a step faster: the second request then computes its whole answer on blocks
+    that the first one has only begun to compute. Should the control fail, vLLM has mended it.
+    """
+    command = ["-m", "tests.vllm.failed_load", str(random_folder()), str(load_step_bytes)]
+    done = run_vllm_python(command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert is_safe == (int(done.stdout.strip().splitlines()[-1]) == 0)
 
 
 def test_two_sessions_with_one_prefix_are_right_where_the_rows_of_one_are_bad(fleet: Fleet) -> None:
