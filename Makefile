@@ -28,7 +28,7 @@ test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(BIN)/pytest -m gpu $(ARGS)
 venv-vllm: ## the virtual environment of the vLLM tests (3.4 GB); says so where there is no wheel
 	@.ci/venv-vllm .venv-vllm
-test-vllm: $(STAMP) $(if $(KVLOG_VLLM_PYTHON),,venv-vllm) ## the tests that start real vLLM servers (ten minutes)
+test-vllm: $(STAMP) $(if $(KVLOG_VLLM_PYTHON),,venv-vllm) ## the tests that start real vLLM servers; ARGS="-m vllm_ci": CI's
 	@$(BIN)/pytest -m vllm -n 0 -p no:randomly --durations=0 tests/vllm $(ARGS)
 demo: $(STAMP) ## an answer that survives kill -9 (ARGS=--help for more)
 	@$(BIN)/kvlog demo $(ARGS)

@@ -268,4 +268,5 @@ _UNLOGGED: dict[fx.UnloggedReason, tuple[link.UnloggedReason, str]] = {
     fx.UnloggedReason.TOO_LONG: (link.UnloggedReason.NOT_SUPPORTED, "more positions than a session may have"),
     fx.UnloggedReason.OVERLOADED: (link.UnloggedReason.CLAIM_TIMEOUT, "too many claims are on their way"),
     fx.UnloggedReason.STOPPING: (link.UnloggedReason.STOPPING, "the daemon stops"),
+    fx.UnloggedReason.SESSION_ENDED: (link.UnloggedReason.NOT_SUPPORTED, "the session ended meanwhile"),
 }

@@ -169,6 +169,8 @@ class UnloggedReason(StrEnum):
     OVERLOADED = "overloaded"
     """Too many take-overs wait."""
     STOPPING = "stopping"
+    SESSION_ENDED = "session_ended"
+    """The session has ended since the request was logged: it does not bring it back."""
 
 
 class TurnEndReason(StrEnum):

@@ -8,7 +8,7 @@ those of time; the shell carries effects out in order.
 
 INV-ONE-TURN: a session has at most one turn in progress on this node; a second request is served unlogged.
 INV-NO-CLAIM-BACK: a request that was logged before claims only after everything below the watermark was folded, and not
-at all if another writer has claimed since.
+at all if another writer has claimed since. INV-STAYS-ENDED: nor if its session has ended since (kvlog.core.going_on).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from kvlog.core.effects import (
     TurnUnlogged,
     UnloggedReason,
 )
+from kvlog.core.going_on import refusal
 from kvlog.core.inputs import (
     AppendFailed,
     CloseTurn,
@@ -213,8 +214,8 @@ class NodeCore:
             return (TurnUnlogged(asked.request, session, UnloggedReason.BUSY),)
         if len(asked.tokens) > self._limits.session_tokens:
             return (TurnUnlogged(asked.request, session, UnloggedReason.TOO_LONG),)
-        if (newer := self._newer_owner(asked)) is not None:
-            return (TurnUnlogged(asked.request, session, UnloggedReason.FENCED, newer),)
+        if (refused := self._refusal(asked)) is not None:
+            return (refused,)
         if primary is not None and self._may_begin(primary, asked):
             return (self._begin(primary, asked),)
         assert not asked.rewrites, "a rewrite is opened by the claim that was made for it, or not at all"
@@ -296,9 +297,9 @@ class NodeCore:
                 continue
             claim.watermark = None
             asked = claim.asked
-            if asked is not None and (newer := self._newer_owner(asked)) is not None:
+            if asked is not None and (refused := self._refusal(asked)) is not None:
                 claim.asked = None
-                out.append(TurnUnlogged(asked.request, session, UnloggedReason.FENCED, newer))
+                out.append(refused)
             if claim.is_wanted:
                 out.extend(claim.takeover.watermark_read(waited_with.high_watermark, waited_with.nonce))
             else:
@@ -405,13 +406,9 @@ class NodeCore:
         if primary is not None and primary.ended:
             self._forget(primary, Tenure.ENDED)
 
-    def _newer_owner(self, asked: OpenTurn) -> Epoch | None:
-        """The epoch by which a request that goes on has been fenced, as far as was read."""
-        state = self.state(asked.session) if asked.continues else None
-        if state is None:
-            return None
-        rival = state.rival_epoch if state.writer == self._self.writer else state.epoch
-        return rival if rival > asked.continues else None
+    def _refusal(self, asked: OpenTurn) -> TurnUnlogged | None:
+        session = asked.session
+        return refusal(asked, self.state(session), self._owned.get(session), self._self.writer)
 
     def _claimed(self, effect: SessionClaimed) -> tuple[Effect, ...]:
         claim = effect.claim

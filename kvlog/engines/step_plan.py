@@ -163,16 +163,20 @@ class StepReport:
     Args:
         ready: turns that were answered.
         dropped: turns that ended unlogged.
+        failed: turns whose load has failed: their blocks are computed.
     """
 
     ready: tuple[Ready, ...] = ()
     dropped: tuple[Dropped, ...] = ()
+    failed: tuple[TurnKey, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Nothing has to be told."""
-        return not self.ready and not self.dropped
+        return not self.ready and not self.dropped and not self.failed
 
     def aggregate(self, other: Self) -> Self:
         """Two workers' reports as one; the planner counts the shards of each turn."""
-        return type(self)((*self.ready, *other.ready), (*self.dropped, *other.dropped))
+        return type(self)(
+            (*self.ready, *other.ready), (*self.dropped, *other.dropped), (*self.failed, *other.failed)
+        )

@@ -132,7 +132,8 @@ class _Tracked:
 
     `running`: it holds blocks under `key`. `late`: it began without waiting any longer. `loading`: its blocks are being
     filled beside the steps, and are not free before the workers say so, whatever becomes of the request. `sent`: tokens
-    that the workers know; `told`: the last watermark.
+    that the workers know; `told`: the last watermark. `asked_rows`: what this turn loads. `spoilt`: a load of it has
+    failed, so nothing is loaded for it any more: it would come back to the scheduler, and fail, again and again.
     """
 
     request: NewRequest
@@ -146,14 +147,16 @@ class _Tracked:
     local: int = 0
     sent: int = 0
     told: int = 0
+    asked_rows: int = 0
     loaded: int = 0
+    spoilt: bool = False
     cause: str | None = None
 
     def turn_anew(self) -> None:
         """Its blocks are gone: what follows is another turn."""
         self.previous, self.key = self.key or self.previous, _NO_TURN
         self.ready, self.late, self.running, self.loading = {}, False, False, False
-        self.sent = self.told = 0
+        self.sent = self.told = self.asked_rows = 0
 
 
 class StepPlanner:
@@ -187,13 +190,13 @@ class StepPlanner:
         tracked = self._requests.get(name)
         if tracked is None or tracked.cause is not None:
             return 0
-        if tracked.running:  # it was preempted: it comes back without blocks
+        if tracked.running:  # it was preempted, or its load has failed: it comes back without blocks
             self._give_up_turn(tracked)
         tracked.local = local
         if tracked.key == _NO_TURN:
             self._ask(tracked, now)
             return None
-        if tracked.late:
+        if tracked.late or tracked.spoilt:
             return 0
         if len(tracked.ready) < self._options.shards:
             tracked.late = now > tracked.deadline
@@ -218,6 +221,7 @@ class StepPlanner:
             beside = name if tracked.loading else ""
             length = tracked.local + external
             self._loads.append(LoadAsk(tracked.key, tracked.local, length, tuple(blocks), beside))
+            tracked.asked_rows = external
             tracked.loaded += external
 
     def plan(self, scheduled: Iterable[Scheduled], preempted: Iterable[str]) -> StepPlan:
@@ -245,6 +249,11 @@ class StepPlanner:
             tracked = self._by_key.get(ready.key)
             if tracked is not None:
                 tracked.ready[ready.shard] = ready
+        for key in report.failed:
+            tracked = self._by_key.get(key)
+            if tracked is not None:
+                tracked.loaded, tracked.asked_rows = tracked.loaded - tracked.asked_rows, 0
+                tracked.spoilt = True
         for dropped in report.dropped:
             tracked = self._by_key.get(dropped.key)
             if tracked is not None:

@@ -163,6 +163,7 @@ class StepWorker:
         self._staged_bytes = 0
         self._released: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._failed: list[TurnKey] = []
         self._loading: dict[str, tuple[LoadAsk, Future[bool]]] = {}
         self._received: set[str] = set()
         self._dropped: list[Dropped] = []
@@ -214,7 +215,8 @@ class StepWorker:
         ready = [said for entry in tuple(self._entries.values()) if (said := self._ready(entry, now))]
         self._drop_unlogged()
         dropped, self._dropped = tuple(self._dropped), []
-        return StepReport(tuple(ready), dropped)
+        failed, self._failed = tuple(self._failed), []
+        return StepReport(tuple(ready), dropped, failed)
 
     def take_released(self) -> set[str]:
         """Finished requests whose blocks are not needed any more."""
@@ -426,6 +428,7 @@ class StepWorker:
             self.counts.rows_loaded += ask.length - ask.start
             return
         self.counts.load_failures += 1
+        self._failed.append(ask.key)
         size = self._store.block_size
         self._failed_blocks |= set(ask.blocks[ask.start // size : -(-ask.length // size)])
         entry = self._entries.get(ask.key)

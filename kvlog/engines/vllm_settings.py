@@ -33,7 +33,8 @@ class ConnectorSettings:
         hold_blocks_share: of all blocks, the share that may be held so; 0 to 1.
         step_bytes: rows that one step writes at most, beside one row a session; ≥ 1.
         staging_bytes: verified rows that wait to be loaded, of all sessions; ≥ 0.
-        load_step_bytes: a load of more bytes is done beside the steps instead of in one; ≥ 0.
+        load_step_bytes: a load of more bytes is done beside the steps instead of in one; ≥ 0. Blocks that are filled
+            beside the steps are shared with no other request before they are full (docs/adr/0006).
         any_version: serve a vLLM outside the tested window.
         cuda: `experimental`: serve a cache on a GPU, by code that has never run on one.
     """
@@ -44,7 +45,7 @@ class ConnectorSettings:
     hold_blocks_share: float = 0.1
     step_bytes: int = 2 << 20
     staging_bytes: int = 2 << 30
-    load_step_bytes: int = 8 << 20
+    load_step_bytes: int = 0
     any_version: bool = False
     cuda: CudaUse = CudaUse.REFUSED
 

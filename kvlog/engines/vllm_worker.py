@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvlog.engines.row_store import RowStore
-    from kvlog.engines.step_plan import StepPlan
+    from kvlog.engines.step_plan import StepPlan, TurnKey
     from kvlog.engines.vllm_settings import ConnectorSettings
 
 __all__ = ["CacheFacts", "CacheLayer", "WorkerHalf", "engine_identity", "layers_in_order", "open_store"]
@@ -70,6 +70,7 @@ class WorkerHalf:
         self._broken = False
         self._refused: list[Dropped] = []
         self._failed_blocks: set[int] = set()
+        self._failed: list[TurnKey] = []
         self._counted_here: dict[str, float] = {}
         self._counted_there: dict[str, float] = {}
         self._counted_of = worker.replicator
@@ -119,6 +120,7 @@ class WorkerHalf:
         self._guarded(self._worker.load, plan)
         if self._broken:
             self._failed_blocks |= {block for ask in plan.loads for block in ask.blocks}
+            self._failed += [ask.key for ask in plan.loads]
 
     def after_step(self, plan: StepPlan) -> None:
         """After the computation."""
@@ -153,7 +155,8 @@ class WorkerHalf:
             except Exception:  # noqa: BLE001  # the adapter's top: generation never fails by it
                 self._break()
         refused, self._refused = tuple(self._refused), []
-        return StepReport(dropped=refused)
+        failed, self._failed = tuple(self._failed), []
+        return StepReport(dropped=refused, failed=failed)
 
     def take_increments(self) -> dict[str, float]:
         """What has been done since this was asked for, by the names of vllm_stats."""

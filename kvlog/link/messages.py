@@ -108,7 +108,7 @@ class UnloggedReason(StrEnum):
     LOG_UNAVAILABLE = "log_unavailable"
     """The log cannot be reached; the engine asks again."""
     NOT_SUPPORTED = "not_supported"
-    """Too long, too many turns, or a weight version of which this engine is not."""
+    """Too long, too many turns, a weight version of which this engine is not, or a session that somebody has ended."""
     STOPPING = "stopping"
     """The daemon is about to stop; the engine asks again after it has reconnected."""
     NO_LINK = "no_link"

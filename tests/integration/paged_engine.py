@@ -214,7 +214,9 @@ class PagedEngine:
             return
         bad = [index for index, block in enumerate(request.blocks) if block in failed]
         request.computed = bad[0] * SIZE if bad else request.computed
-        request.running = True
+        request.running = request.computed > 0
+        if not request.running:  # as vLLM does: it waits again, and asks again what can be loaded
+            self._give_back(request)
 
     def _admit(self, request: Request) -> None:
         external = self.planner.matched(request.name, 0, time.monotonic())

@@ -6,7 +6,7 @@ The same link, daemon, scheduler and steps as in test_paged_engine; the cache is
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch

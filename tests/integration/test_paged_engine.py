@@ -133,8 +133,35 @@ def test_long_load_that_fails_is_computed(tmp_path, monkeypatch):
         assert_in_log(daemon, engine, "b", "s")
 
 
+def test_load_beside_the_steps_that_always_fails_is_tried_once(tmp_path, monkeypatch):
+    """A request whose load has failed comes back to the scheduler: what failed once is computed, not loaded again."""
+    with with_daemon(tmp_path / "s", wanted=PagedOptions(at_once=0)) as (daemon, engine):
+        first = engine.add("a", PROMPT, "s")
+        engine.run_until("a", 110)
+        engine.finish("a")
+        engine.step(3)
+        real = engine.store.scatter
+
+        def broken(*arguments):
+            """Fail beside the steps."""
+            if threading.current_thread().name.startswith("kvlog-stage"):
+                raise OSError
+            real(*arguments)
+
+        monkeypatch.setattr(engine.store, "scatter", broken)
+        second = engine.add("b", first.tokens, "s")
+        engine.run_until("b", 115)
+        assert (0, 1) == (engine.worker.counts.rows_loaded, engine.worker.counts.load_failures)
+        assert [row_of(second.tokens, p) for p in range(second.computed)] == engine.rows("b")
+        assert_in_log(daemon, engine, "b", "s")
+        assert 0 == engine.finish("b").loaded
+
+
 def test_row_that_does_not_verify_never_reaches_a_block(tmp_path):
-    """The load is shorter, the rest is computed, and nobody had to be told that a load failed."""
+    """The load is shorter, the rest is computed, and nobody had to be told that a load failed.
+
+    LMCache/LMCache #3388: what could not be retrieved was served all the same.
+    """
     with with_daemon(tmp_path / "s", Knobs(spoil_row=50)) as (daemon, engine):
         first = engine.add("a", PROMPT, "s")
         engine.run_until("a", 110)
@@ -184,7 +211,10 @@ def _matched(engine: PagedEngine, name: str) -> bool:
 
 
 def test_preempted_request_resumes_from_its_own_log(tmp_path):
-    """Its blocks go to another; the log has only its own rows, and gives them back."""
+    """Its blocks go to another; the log has only its own rows, and gives them back.
+
+    vllm-project/vllm #52360: a preempted request's blocks were still read for the store when others wrote to them.
+    """
     with with_daemon(tmp_path / "s", wanted=PagedOptions(blocks=20)) as (daemon, engine):
         engine.add("a", PROMPT)
         engine.run_until("a", 120)
@@ -213,7 +243,10 @@ def test_finished_request_behind_its_cursor_is_held_until_it_is_read(tmp_path):
 
 
 def test_finished_request_is_held_for_a_bounded_time(tmp_path):
-    """Then its log ends at the cursor: a shorter prefix, and no row of somebody else."""
+    """Then its log ends at the cursor: a shorter prefix, and no row of somebody else.
+
+    vllm-project/vllm #46951: blocks of transfers in flight were given to the next request.
+    """
     knobs = Knobs(ring_bytes=1 << 14, paused=True)
     with with_daemon(tmp_path / "s", knobs, hold_seconds=0.1) as (daemon, engine):
         request = engine.add("a", PROMPT)

@@ -1,19 +1,22 @@
-"""Real vLLM servers, each test on two nodes that live as long as they can: a start takes a minute or more."""
+"""Real vLLM servers, each test on nodes that live as long as they can: a start takes half a minute or more."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.vllm.fleet import Fleet
-from tests.vllm.servers import why_not
+from tests.vllm.servers import shared_memory_of, why_not
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 _FLEETS: list[Fleet] = []
+_THEIRS = ("vllm", "torch", "psm_", "sem.")
 
 
 def pytest_report_header() -> str:
@@ -21,9 +24,28 @@ def pytest_report_header() -> str:
     return f"vllm: {why_not() or 'found'}"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After all tests: no shared memory that nobody holds, and nothing of vLLM's in the folder for temporary files.
+
+    Servers have a folder of their own for those; what goes past it is found here.
+    """
+    before = _left()
+    yield
+    held = shared_memory_of(Path("/proc").glob("[0-9]*"))  # by servers of somebody else, which live
+    assert set() == _left() - before - held
+
+
+def _left() -> set[Path]:
+    temporary = Path(tempfile.gettempdir()).iterdir()
+    return {*Path("/dev/shm").iterdir(), *(path for path in temporary if path.name.startswith(_THEIRS))}
+
+
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Nodes A and B over one log."""
+def fleet(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, nothing_left: None
+) -> Iterator[Fleet]:
+    """Nodes over one log."""
     if reason := why_not():
         pytest.skip(f"NOT TESTED: {reason}")
     folder: Path = tmp_path_factory.mktemp("vllm")
@@ -33,13 +55,17 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield started
     finally:
         started.close()
+        if not request.session.testsfailed:
+            shutil.rmtree(folder)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what each kill cost."""
     rows = [row for fleet in _FLEETS for row in fleet.table]
     if rows:
-        terminalreporter.section("scenarios: known at the kill, loaded, computed, KV equal, tokens equal")
+        terminalreporter.section(
+            "kills: tokens known, acknowledged, loaded, computed, which took s; KV equal, tokens equal"
+        )
         for row in rows:
             terminalreporter.write_line(str(row))
     for note in [note for fleet in _FLEETS for note in fleet.notes]:

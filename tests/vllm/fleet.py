@@ -1,8 +1,9 @@
 """Two nodes with a vLLM each over one local log, and requests to them; whoever was killed is started anew on demand.
 
 A: blocks of 128, prefill in chunks of 64, loads within a step. B: blocks of 32, and so few that several long requests
-do not fit; loads beside the steps. C, when it is asked for: drafts from the prompt. D and E, when they are asked for: a
-model with latent attention (MLA); vLLM's CPU kernel for it has blocks of 16 and neither chunks nor a prefix cache.
+do not fit; loads beside the steps. C, when it is asked for: drafts from the prompt, and the prefills of two requests in
+one step. D and E, when they are asked for: a model with latent attention (MLA); vLLM's CPU kernel for it has blocks of
+16 and neither chunks nor a prefix cache.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import httpx
 
 from tests.model.deepseek import random_latent_folder
 from tests.model.llama import random_folder
@@ -25,7 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["TAKE_OVER", "Fleet", "Row", "VllmNode", "prompt_of", "stock_client"]
+__all__ = ["LOST_SECONDS", "TAKE_OVER", "Fleet", "Row", "VllmNode", "prompt_of", "stock_client"]
+
+LOST_SECONDS: Final = 1.0
+"""What a whole node's death may lose, beside nothing that was acknowledged: what was in the ring, or on its way to the
+log. That is a time, not a number of rows: how long the daemon takes. It shares two cores with two engines."""
 
 TAKE_OVER: Final = {"kvlog": {"take_over": True}}
 
@@ -35,14 +43,21 @@ _NGRAM: Final = {
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }
+_FENCE: Final = "kvlog.engines.vllm_fence.FenceMiddleware"
 _OPTIONS: Final = {
-    "a": ("--max-num-batched-tokens", "64", "--middleware", "kvlog.engines.vllm_fence.FenceMiddleware"),
+    "a": ("--max-num-batched-tokens", "64", "--middleware", _FENCE),
     "b": ("--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "1024"),
-    "c": ("--speculative-config", json.dumps(_NGRAM)),
+    "c": (
+        *("--speculative-config", json.dumps(_NGRAM), "--middleware", _FENCE),
+        *("--max-num-batched-tokens", "64", "--long-prefill-token-threshold", "32"),
+    ),
     "d": (),
     "e": (),
 }
-_EXTRA: Final[dict[str, dict[str, object]]] = {"b": {"load_step_bytes": 0}, "e": {"load_step_bytes": 0}}
+_EXTRA: Final[dict[str, dict[str, object]]] = {
+    "a": {"load_step_bytes": 8 << 20},
+    "d": {"load_step_bytes": 8 << 20},
+}
 
 _TOKENS_MAX: Final = {"a": 4096, "b": 1024, "c": 4096, "d": 4096, "e": 4096}
 
@@ -57,13 +72,33 @@ def prompt_of(test: str) -> tuple[int, ...]:
     return tuple((ord(test[position % len(test)]) + position * 37) % 250 for position in range(200))
 
 
+class Pace:
+    """How fast an answer comes."""
+
+    def __init__(self) -> None:
+        self._began = self._ended = 0.0
+        self._tokens = 0
+
+    def shown(self, tokens: int) -> None:
+        """So many have come by now."""
+        self._ended = time.monotonic()
+        self._began = self._began or self._ended
+        self._tokens = tokens
+
+    def seconds(self, tokens: int) -> float:
+        """How long so many take."""
+        return tokens * (self._ended - self._began) / max(1, self._tokens - 1)
+
+
 class VllmNode:
     """A daemon and a vLLM server."""
 
     def __init__(self, folder: Path, name: str, log_url: str) -> None:
-        self.daemon = Node(folder, name, daemon_config(folder, name, log_url))
+        self.daemon = Node(folder, name, daemon_config(folder, name, log_url, pool={"bytes": 256 << 20}))
         self.server = VllmServer(folder, name, _MODELS.get(name, random_folder)())
-        self._name = name
+        self.name = name
+        self.acked_at_kill: dict[str, int] = {}
+        self.pace = Pace()
         self._socket = folder / f"{name}.sock"
 
     def launch(self) -> None:
@@ -73,13 +108,23 @@ class VllmNode:
             self.daemon.start_daemon()
             self.daemon.wait_log()
         if not self.server.is_running:
-            self.server.launch(self._socket, *_OPTIONS[self._name], **_EXTRA.get(self._name, {}))
+            self.server.launch(self._socket, *_OPTIONS[self.name], **_EXTRA.get(self.name, {}))
 
     def kill(self) -> None:
         """The whole node dies at once: the daemon has no time to save what the server left in the ring."""
         self.daemon.signal(signal.SIGKILL)
         self.server.kill()
         self.daemon.kill()
+        self.acked_at_kill = self.server.all_acked()  # by steps that the client has not seen, too
+
+    def load_failures(self) -> float:
+        """Loads whose blocks were given back to be computed, as the server's metrics say."""
+        return self.metric("vllm:kvlog_load_failures_blocks_total")
+
+    def metric(self, name: str) -> float:
+        """A metric of the server, over all its labels."""
+        text = httpx.get(f"{self.server.url}/metrics", timeout=10).text
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
 
     def stream(self, session: str, tokens: Sequence[int], count: int, **body: object) -> Any:
         """Stream a greedy answer."""
@@ -105,29 +150,42 @@ class VllmNode:
         self, session: str, tokens: Sequence[int], many: int, do: Callable[[], None], **body: object
     ) -> list[int]:
         """Stream until so many tokens have come, do something, and give what had come by then."""
-        most = _TOKENS_MAX[self._name] - len(tokens)
+        most = _TOKENS_MAX[self.name] - len(tokens)
+        pace = Pace()
         for answer in self.stream(session, tokens, most, **body):
+            pace.shown(len(answer.tokens))
             if len(answer.tokens) >= many:
                 shown = list(answer.tokens)
                 do()
+                self.pace = pace
                 return shown
         raise AssertionError(f"the answer ended before {many} tokens: {answer.error}")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the scenario table."""
+    """A line of the scenario table. `seconds`: how long the killed node took for what is computed again."""
 
     scenario: str
     known: int
+    acked: int
     loaded: int
+    seconds: float
     kv_equal: bool
     tokens_equal: bool
 
     def __str__(self) -> str:
         """As it is printed."""
-        counts = f"{self.known:6} {self.loaded:7} {self.known - self.loaded:9}"
-        return f"{self.scenario:44} {counts} {self.kv_equal!s:>9} {self.tokens_equal!s:>13}"
+        counts = f"{self.known:6} {self.acked:13} {self.loaded:7} {self.known - self.loaded:9}"
+        return (
+            f"{self.scenario:24} {counts} {self.seconds:8.3f} {self.kv_equal!s:>9} {self.tokens_equal!s:>13}"
+        )
+
+    @property
+    def is_right(self) -> bool:
+        """What had been acknowledged is loaded, the rest is not far, and all of it is what it must be."""
+        kept = min(self.acked, self.known - 1) <= self.loaded < self.known
+        return kept and self.seconds <= LOST_SECONDS and self.kv_equal and self.tokens_equal
 
 
 def stock_client(
@@ -157,6 +215,7 @@ class Fleet:
         self.table: list[Row] = []
         self.notes: list[str] = []
         self._answers: dict[str, list[int]] = {}
+        self._reset: set[str] = set()
 
     @property
     def a(self) -> VllmNode:
@@ -223,8 +282,11 @@ class Fleet:
             f"node {name}: hook {mean:.0f} us a step (mean of {counts['steps']}); longest, ms: {longest}"
         )
 
-    def serving(self, name: str) -> VllmNode:
-        """A node by its name, serving."""
+    def serving(self, name: str, *, to_reset: bool = False) -> VllmNode:
+        """A node by its name, serving; whose cache was reset fits no other one, and is started anew for other tests."""
+        if name in self._reset and not to_reset:
+            self._nodes[name].server.kill()
+        (self._reset.add if to_reset else self._reset.discard)(name)
         for each in _TOGETHER[name]:  # both at once: they start side by side
             self._nodes[each].launch()
         self._nodes[name].server.wait_ready()

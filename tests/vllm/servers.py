@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
+import pytest
 
 from kvlog.checksums import DIGEST_BYTES
 from kvlog.ids import Shard
@@ -27,13 +30,25 @@ from tests.nodes import until
 from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
     from consumers.demo_log import SessionStory
 
-__all__ = ["ROOT", "LoggedSession", "VllmServer", "logged_session", "rows_before", "vllm_python", "why_not"]
+__all__ = [
+    "ROOT",
+    "LoggedSession",
+    "VllmServer",
+    "logged_session",
+    "rows_before",
+    "run_vllm_python",
+    "shared_memory_of",
+    "vllm_python",
+    "why_not",
+]
 
 ROOT = Path(__file__).parents[2]
 _START_SECONDS = 400.0
-_LEFTOVERS = {"/dev/shm": ("psm_", "sem.mp-", "vllm_dist_"), "/tmp": ("vllm_dist_",)}
+_GONE_SECONDS = 10.0
 
 
 def vllm_python() -> Path:
@@ -58,13 +73,48 @@ def why_not() -> str:
     )
 
 
-def _leftovers() -> set[Path]:
-    return {
-        path
-        for folder, beginnings in _LEFTOVERS.items()
-        for path in Path(folder).iterdir()
-        if path.name.startswith(beginnings)
-    }
+def run_vllm_python(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run vLLM's interpreter, without an engine; skips where there is none."""
+    if reason := why_not():
+        pytest.skip(f"NOT TESTED: {reason}")
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return subprocess.run(
+        [vllm_python(), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1", **quiet},
+        preexec_fn=die_with_parent,
+    )
+
+
+def _members(group: int) -> list[Path]:
+    """Folders in /proc of a process group's living members; what has ended and waits for its parent is none."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, member_of = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(member_of) == group and state != "Z":
+                found.append(stat.parent)
+    return found
+
+
+def shared_memory_of(processes: Iterable[Path]) -> set[Path]:
+    """Files in /dev/shm that processes (their folders in /proc) have mapped or open.
+
+    By inode: a semaphore's maker has it mapped under the name that it had before it got its own.
+    """
+    held: set[int] = set()
+    for process in processes:
+        with suppress(OSError):
+            maps = (process / "maps").read_text().splitlines()
+            held |= {int(line.split(maxsplit=5)[4]) for line in maps if " /dev/shm/" in line}
+            held |= {file.stat().st_ino for file in (process / "fd").iterdir()}
+    found = set()
+    for file in Path("/dev/shm").iterdir():
+        with suppress(OSError):
+            found |= {file} if file.stat().st_ino in held else set()
+    return found
 
 
 class VllmServer:
@@ -78,8 +128,10 @@ class VllmServer:
         self.model = model
         self.url = ""
         self.watch = folder / f"{name}-watch.jsonl"
+        self._acked = folder / f"{name}-acked.json"
+        self._fail_loads = folder / f"{name}-fail-loads"
+        self._temporary = folder / f"{name}-tmp"
         self._process: subprocess.Popen[bytes] | None = None
-        self._before: set[Path] = set()
 
     def launch(self, link: Path | None, *options: str, **extra: object) -> None:
         """Start it; it is not there yet.
@@ -115,7 +167,7 @@ class VllmServer:
             }
             arguments += ["--kv-transfer-config", json.dumps(transfer)]
         self.url = f"http://127.0.0.1:{port}"
-        self._before = _leftovers()
+        self._temporary.mkdir(exist_ok=True)
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -125,7 +177,11 @@ class VllmServer:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache, /pause, /sleep
+            "TMPDIR": str(self._temporary),
             "KVLOG_TEST_WATCH": str(self.watch),
+            "KVLOG_TEST_ACKED": str(self._acked),
+            "KVLOG_TEST_FAIL_LOADS": str(self._fail_loads),
         }
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -151,28 +207,60 @@ class VllmServer:
 
     def wait_ready(self) -> None:
         """Wait until it takes requests."""
-        until(self._is_serving, seconds=_START_SECONDS, what=f"{self.name} serving")
+        until(self.is_serving, seconds=_START_SECONDS, what=f"{self.name} serving")
 
-    def _is_serving(self) -> bool:
+    def is_serving(self) -> bool:
+        """It takes requests. Cheap, because it is asked all the time while servers start on the same cores."""
         assert self._process is not None
         assert self._process.poll() is None, f"{self.name} ended:\n{self.output[-4000:]}"
-        with suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health", timeout=2).status_code == httpx.codes.OK
-        return False
+        asked = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=2)
+        try:
+            asked.request("GET", "/health")
+            return asked.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            asked.close()
 
     def kill(self) -> None:
         """SIGKILL to the whole process group, and remove what vLLM leaves behind then."""
         process = self._process
         if process is None:
             return
+        left = shared_memory_of(_members(process.pid))
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         self._process = None
-        time.sleep(0.2)  # the group's other processes are not our children: there is nothing to wait on
-        for path in _leftovers() - self._before:
-            with suppress(OSError):
-                path.unlink()
+        until(lambda: not _members(process.pid), seconds=_GONE_SECONDS, what=f"{self.name}'s processes gone")
+        for path in left:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self._temporary)
+
+    def post(self, path: str, **query: str) -> dict[str, Any]:
+        """POST without a body, as the endpoints of the development mode want it; the answer."""
+        answer = httpx.post(f"{self.url}/{path}", params=query, timeout=60)
+        assert answer.status_code == httpx.codes.OK, answer.text
+        said: dict[str, Any] = answer.json()
+        return said
+
+    @contextmanager
+    def failing_loads(self) -> Iterator[None]:
+        """Within this, rows cannot be put into blocks."""
+        self._fail_loads.touch()
+        try:
+            yield
+        finally:
+            self._fail_loads.unlink()
+
+    def acked(self, session: str) -> int:
+        """Positions of a session's turn in progress that were acknowledged when its last step was over."""
+        return self.all_acked().get(session, 0)
+
+    def all_acked(self) -> dict[str, int]:
+        """The same of all sessions."""
+        known: dict[str, int] = json.loads(self._acked.read_bytes().rstrip(b"\0") or b"{}")
+        return known
 
     def newest_turn(self) -> dict[str, Any] | None:
         """The turn of any session that ended last; None: none has."""
@@ -202,6 +290,18 @@ class LoggedSession:
     tokens: list[int]
     rows: int
     layers: list[np.ndarray]
+
+    def differs_from(self, other: LoggedSession, positions: int) -> float:
+        """How far the rows of the first positions lie apart, as float32: the largest difference of two elements.
+
+        Rows that are computed in another batch, or piece of a prefill, differ by rounding; those of another token, or
+        another position, by far more.
+        """
+        parts = zip(self.layers, other.layers, strict=True)
+        return max(
+            float(np.abs(one[:positions].view(np.float32) - two[:positions].view(np.float32)).max())
+            for one, two in parts
+        )
 
     def digests(self, positions: int) -> list[str]:
         """As kvlog.engines.kv_digests has them."""

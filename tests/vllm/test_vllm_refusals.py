@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 
 import pytest
 
 from tests.model.llama import random_folder
-from tests.processes import die_with_parent
-from tests.vllm.servers import ROOT, vllm_python, why_not
+from tests.vllm.servers import run_vllm_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -39,18 +36,7 @@ SAID = {
 
 def test_configurations_of_vllm_are_served_or_refused_by_name() -> None:
     """Each refusal says which option, layer or group is in the way; nothing else is refused."""
-    if reason := why_not():
-        pytest.skip(f"NOT TESTED: {reason}")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    command = [str(vllm_python()), "-m", "tests.vllm.refusals", str(random_folder())]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment, preexec_fn=die_with_parent
-    )
+    done = run_vllm_python(["-m", "tests.vllm.refusals", str(random_folder())])
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(done.stdout.strip().splitlines()[-1])
     assert {*SERVED, *SAID} == answers.keys()

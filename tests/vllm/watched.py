@@ -1,6 +1,7 @@
 """The connector, watched: runs inside vLLM's processes and writes what its blocks held and what it counted to a file.
 
 Digests are taken when a turn ends, before anything is written to its blocks: production code needs no door for tests.
+What was acknowledged is written after each step, with one write: it survives SIGKILL of its process.
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlog.engines.kv_digests import layer_digests
 from kvlog.engines.vllm import KvlogConnector
+from tests.processes import end_with_parent
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 __all__ = ["WatchedConnector"]
+
+_ACKED_BYTES = 4096
 
 _CALLS = (
     "handle_preemptions",
@@ -29,6 +36,11 @@ _CALLS = (
 class WatchedConnector(KvlogConnector):
     """Appends one JSON line to KVLOG_TEST_WATCH for each turn that ends; each rank has a file of its own."""
 
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Tie the engine's and the worker's process to the server's: vLLM lets them run on without it."""
+        end_with_parent()
+        super().__init__(vllm_config, role, kv_cache_config)
+
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Look at the blocks of turns that end, then go on."""
         for close in kv_connector_metadata.plan.closes:
@@ -36,12 +48,26 @@ class WatchedConnector(KvlogConnector):
         self._timed("handle_preemptions", kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Take the time."""
+        """Take the time; while the test says so, nothing can be put into blocks."""
+        store = self._working.worker._store
+        if os.path.exists(os.environ["KVLOG_TEST_FAIL_LOADS"]):  # noqa: PTH110 - at each step
+            vars(store)["scatter"] = _fail
+        else:
+            vars(store).pop("scatter", None)
         self._timed("start_load_kv", forward_context, **kwargs)
 
     def wait_for_save(self) -> None:
-        """Take the time."""
+        """Take the time, then say what is acknowledged."""
         self._timed("wait_for_save")
+        entries = self._working.worker._entries.values()
+        acked = {
+            entry.ask.request.session: entry.handle.acked_length
+            for entry in entries
+            if entry.handle is not None
+        }
+        if "acked_file" not in self.__dict__:
+            self.acked_file = os.open(os.environ["KVLOG_TEST_ACKED"], os.O_CREAT | os.O_WRONLY, 0o600)
+        os.pwrite(self.acked_file, json.dumps(acked).encode().ljust(_ACKED_BYTES, b"\0"), 0)
 
     def _timed(self, name: str, *args: Any, **kwargs: Any) -> None:
         began = time.perf_counter()
@@ -75,3 +101,7 @@ class WatchedConnector(KvlogConnector):
         watch = os.environ["KVLOG_TEST_WATCH"] + (f".{worker._shard}" if worker._shard else "")
         with Path(watch).open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _fail(*_: Any) -> None:
+    raise OSError

@@ -88,7 +88,7 @@ STATE_PLUS_ONE_NO_WINDOW = together("epoch = state + 1, no window clause", STATE
 NO_READ_BACK = Mutant("no read-back", ((NodeCore, "_watermark_read", _primary_at_append),), (Fault.MOVED,))
 CLAIMS_BACK = Mutant(
     "claims back after a fence",
-    ((NodeCore, "_newer_owner", lambda *_: None),),
+    ((NodeCore, "_refusal", lambda *_: None),),
     (Fault.MOVED, Fault.PREEMPTED, Fault.APPEND_UNKNOWN),
 )
 NEVER_FENCED = Mutant(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvlog.core.effects import (
     AppendRecord,
     ReadWatermark,
@@ -244,3 +246,56 @@ def test_log_that_lost_its_tail_is_asked_again_by_who_waits_to_catch_up(a: Machi
     a.answer()
     assert ASKS in a.step(LogReplacedRead(Partition(0), Offset(1)))
     assert [] == claims_in(a)
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_request_that_goes_on_does_not_bring_an_ended_session_back(a: Machine, folded: bool) -> None:
+    """INV-STAYS-ENDED: it was forgotten under the request's own epoch; the End may still be on its way."""
+    a.own(1, 2)
+    a.write(1, 2)
+    a.step(CloseTurn(Turn(1)))
+    a.end()
+    if folded:
+        a.land()
+        a.read()
+    assert [unlogged(UnloggedReason.SESSION_ENDED, request=2)] == a.open(1, 2, continues=1)
+    assert (0, []) == (a.core.takeovers_in_flight, a.asked)
+
+
+def test_request_that_goes_on_finds_the_end_of_its_session_before_it_claims(a: Machine) -> None:
+    """INV-STAYS-ENDED: an End that this process has not read yet, as after its restart."""
+    a.own(1, 2)
+    a.write(1, 2)
+    a.end()
+    a.land()
+    a.disown()
+    a.open(1, 2, continues=1)
+    assert [] == a.answer()
+    assert [unlogged(UnloggedReason.SESSION_ENDED, request=2)] == told(a.read())
+    assert (0, []) == (a.core.takeovers_in_flight, claims_in(a))
+
+
+def test_request_that_goes_on_does_not_ride_on_the_claim_for_its_sessions_end(a: Machine) -> None:
+    """INV-STAYS-ENDED: the claim is there to end it."""
+    outcome_unknown(a)
+    a.open(1, 2, continues=1)
+    a.answer()
+    a.end()
+    a.read()
+    a.land()
+    assert [unlogged(UnloggedReason.SESSION_ENDED, request=2)] == told(a.read())
+    a.land()
+    a.read()
+    assert Standing.ENDED is a.state().standing  # type: ignore[union-attr]
+
+
+def test_new_request_begins_an_ended_session_anew(a: Machine) -> None:
+    """It was never logged before: it has nothing to bring back."""
+    a.own(1, 2)
+    a.write(1, 2)
+    a.step(CloseTurn(Turn(1)))
+    a.end()
+    a.land()
+    a.read()
+    opened = told(a.own(1, 2))
+    assert [TurnOpened(2, S, Turn(2), Epoch(6), Position(0), Position(0))] == opened

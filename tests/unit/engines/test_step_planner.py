@@ -272,6 +272,34 @@ def test_plans_and_reports_survive_pickling_and_add_up():
         (CloseAsk(FIRST, "r"),), (), (LoadAsk(FIRST, 0, 5, (1,)),), (RowsAt(FIRST, (), False, (9,), 6),)
     )
     assert plan == pickle.loads(pickle.dumps(plan))
-    both = ready(1).aggregate(StepReport(dropped=(Dropped(FIRST, "busy"),)))
+    both = ready(1).aggregate(StepReport(dropped=(Dropped(FIRST, "busy"),), failed=(FIRST,)))
     assert both == pickle.loads(pickle.dumps(both))
-    assert (1, 1, False, True) == (len(both.ready), len(both.dropped), both.is_empty, StepReport().is_empty)
+    assert (1, 1, (FIRST,)) == (len(both.ready), len(both.dropped), both.failed)
+    assert (False, False, True) == (
+        both.is_empty,
+        StepReport(failed=(FIRST,)).is_empty,
+        StepReport().is_empty,
+    )
+
+
+def test_load_that_has_failed_counts_for_nothing_and_is_not_tried_again():
+    """The request comes back to the scheduler: it is logged under a new turn, and its rows are computed."""
+    one = asked([1, 2, 3, 4, 5])
+    one.take(ready(4))
+    assert 4 == one.matched("r", 0, 0.0)
+    one.allocated("r", [7], 4)
+    one.take(StepReport(failed=(FIRST, FIRST)))  # two shards say so
+    assert one.matched("r", 0, 0.0) is None
+    (again,) = one.plan((), ()).opens
+    assert (TurnKey(2), FIRST) == (again.key, again.previous)
+    one.take(ready(4, key=2))
+    assert 0 == one.matched("r", 0, 0.0)
+    assert 0 == one.finished("r", 0).loaded
+
+
+def test_failure_of_a_load_whose_request_has_gone_is_dropped():
+    """Its workers could not know."""
+    one = asked([1, 2, 3])
+    one.finished("r", 0)
+    one.take(StepReport(failed=(FIRST,)))
+    assert {} == one.unlogged

@@ -84,6 +84,7 @@ def test_broken_worker_does_not_believe_in_a_load() -> None:
     worker.raises = True
     one.load(StepPlan(loads=(LoadAsk(KEY, 0, 20, (4, 7)),)))
     assert ({4, 7}, set()) == (one.take_failed_blocks(), one.take_failed_blocks())
+    assert (StepReport(failed=(KEY,)), StepReport()) == (one.report(), one.report())
 
 
 def test_broken_worker_lets_nobody_wait_for_a_load() -> None:
