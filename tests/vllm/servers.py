@@ -6,10 +6,11 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,17 @@ from typing import Any
 import httpx
 import numpy as np
 
+from consumers.process_group import living_members, shared_files
+from consumers.vllm_server import (
+    MODULE,
+    check_vllm,
+    free_port,
+    server_arguments,
+    server_environment,
+    transfer_config,
+)
 from kvlog.checksums import DIGEST_BYTES
+from kvlog.errors import ConfigError
 from kvlog.ids import Shard
 from kvlog.wire.replayed import PREFIX_BYTES, read_head
 from tests.nodes import until
@@ -29,7 +40,6 @@ __all__ = ["ROOT", "LoggedSession", "VllmServer", "logged_session", "vllm_python
 
 ROOT = Path(__file__).parents[2]
 _START_SECONDS = 400.0
-_LEFTOVERS = {"/dev/shm": ("psm_", "sem.mp-", "vllm_dist_"), "/tmp": ("vllm_dist_",)}
 
 
 def vllm_python() -> Path:
@@ -43,24 +53,11 @@ def why_not() -> str:
     python = vllm_python()
     if not python.exists():
         return f"no vLLM: {python} is not there; make venv-vllm makes it where the wheel can be had"
-    code = "import importlib.util as u; print(u.find_spec('vllm'))"
-    done = subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, check=False, preexec_fn=die_with_parent
-    )
-    return (
-        ""
-        if done.returncode == 0 and "." in done.stdout
-        else f"no vLLM in {python}: {done.stdout}{done.stderr[-200:]}"
-    )
-
-
-def _leftovers() -> set[Path]:
-    return {
-        path
-        for folder, beginnings in _LEFTOVERS.items()
-        for path in Path(folder).iterdir()
-        if path.name.startswith(beginnings)
-    }
+    try:
+        check_vllm(python, ROOT)
+    except ConfigError as error:
+        return f"no vLLM: {error.fields['problem']}"
+    return ""
 
 
 class VllmServer:
@@ -73,7 +70,8 @@ class VllmServer:
         self.url = ""
         self.watch = folder / f"{name}-watch.jsonl"
         self._process: subprocess.Popen[bytes] | None = None
-        self._before: set[Path] = set()
+        self._temporary: Path | None = None
+        self._shared: set[Path] = set()
 
     def launch(self, link: Path | None, *options: str, **extra: object) -> None:
         """Start it; it is not there yet.
@@ -83,47 +81,25 @@ class VllmServer:
             options: of `vllm serve`.
             extra: keys of kv_connector_extra_config.
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        arguments = [
-            *(
-                "--model",
-                str(self.model),
-                "--served-model-name",
-                "m",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-            ),
-            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", *options),
-        ]
+        port = free_port()
+        arguments = server_arguments(
+            self.model, port, "--dtype", "float32", "--max-model-len", "4096", *options
+        )
         if link is not None:
-            transfer = {
-                "kv_connector": "WatchedConnector",
-                "kv_connector_module_path": "tests.vllm.watched",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"link": str(link), **extra},
-            }
-            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+            arguments += [
+                "--kv-transfer-config",
+                transfer_config("tests.vllm.watched:WatchedConnector", link, extra),
+            ]
         self.url = f"http://127.0.0.1:{port}"
-        self._before = _leftovers()
+        self._temporary = Path(tempfile.mkdtemp(prefix="kvlog-vllm-"))  # short: vLLM's sockets are in it
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "KVLOG_TEST_WATCH": str(self.watch),
+            **server_environment(path=ROOT, witness=self.watch),
+            "TMPDIR": str(self._temporary),
         }
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", *arguments],
+                [vllm_python(), "-m", MODULE, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -146,6 +122,9 @@ class VllmServer:
     def wait_ready(self) -> None:
         """Wait until it takes requests."""
         until(self._is_serving, seconds=_START_SECONDS, what=f"{self.name} serving")
+        if not self._shared:  # when it is killed there is no time to ask
+            assert self._process is not None
+            self._shared = shared_files(self._process.pid)
 
     def _is_serving(self) -> bool:
         assert self._process is not None
@@ -161,12 +140,14 @@ class VllmServer:
             return
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        until(lambda: not living_members(process.pid), what=f"the end of {self.name}")
         process.wait()
         self._process = None
-        time.sleep(0.2)  # the group's other processes are not our children: there is nothing to wait on
-        for path in _leftovers() - self._before:
-            with suppress(OSError):
-                path.unlink()
+        for path in self._shared:
+            path.unlink(missing_ok=True)
+        self._shared = set()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def newest_turn(self) -> dict[str, Any] | None:
         """The turn of any session that ended last; None: none has."""

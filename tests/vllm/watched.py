@@ -1,19 +1,15 @@
-"""The connector, watched: runs inside vLLM's processes and writes what its blocks held and what it counted to a file.
-
-Digests are taken when a turn ends, before anything is written to its blocks: production code needs no door for tests.
-"""
+"""The connector with a witness that tells tests more: tokens, the log's cursor, counts, and how long calls took."""
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvlog.engines.kv_digests import layer_digests
-from kvlog.engines.vllm import KvlogConnector
+from kvlog.engines.vllm_witness import WitnessConnector
+
+if TYPE_CHECKING:
+    from kvlog.engines.turn_evidence import TurnEvidence
 
 __all__ = ["WatchedConnector"]
 
@@ -26,13 +22,12 @@ _CALLS = (
 )
 
 
-class WatchedConnector(KvlogConnector):
-    """Appends one JSON line to KVLOG_TEST_WATCH for each turn that ends."""
+class WatchedConnector(WitnessConnector):
+    """Takes the time of its calls too."""
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Look at the blocks of turns that end, then go on."""
-        for close in kv_connector_metadata.plan.closes:
-            self._say(close)
+        """Bear witness, and take the time of the rest."""
+        self.bear_witness(kv_connector_metadata)
         self._timed("handle_preemptions", kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -45,32 +40,21 @@ class WatchedConnector(KvlogConnector):
 
     def _timed(self, name: str, *args: Any, **kwargs: Any) -> None:
         began = time.perf_counter()
-        getattr(super(), name)(*args, **kwargs)
+        getattr(super(WitnessConnector, self), name)(*args, **kwargs)
         longest = self.__dict__.setdefault("watched_ms", dict.fromkeys(_CALLS, 0.0))
         longest[name] = max(longest[name], 1000 * (time.perf_counter() - began))
 
-    def _say(self, close: Any) -> None:
-        worker = self._working.worker
-        entry = worker._entries.get(close.key)
-        if entry is None:
-            return
-        layout = worker._replicator._identity.layout
-        rows, handle = entry.rows, entry.handle
-        line = {
-            "session": entry.ask.request.session,
-            "key": close.key,
-            "held": bool(close.held),
-            "length": rows.length,
-            "tokens": entry.tokens[: rows.length],
-            "digests": layer_digests(rows, layout, rows.length),
-            "logged": handle is not None and handle.logged,
+    def testimony(self, turn: TurnEvidence) -> dict[str, Any]:
+        """Tell more."""
+        told = super().testimony(turn)
+        handle, worker = turn.handle, self._working.worker
+        return told | {
+            "tokens": turn.tokens[: turn.rows.length],
+            "digests": told["kv_digests"].get(turn.rows.length, []),
             "log_from": None if handle is None else handle.log_from,
-            "reason": None if handle is None else str(handle.reason),
             "attach_length": None if handle is None else handle.attach_length,
             "worker": asdict(worker.counts),
-            "replicator": asdict(worker._replicator.counts),
-            "loads": asdict(worker._replicator.loads),
+            "replicator": asdict(worker.replicator.counts),
+            "loads": asdict(worker.replicator.loads),
             "longest_ms": self.__dict__.get("watched_ms"),
         }
-        with Path(os.environ["KVLOG_TEST_WATCH"]).open("a") as file:
-            file.write(json.dumps(line) + "\n")

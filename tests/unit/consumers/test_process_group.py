@@ -1,0 +1,62 @@
+"""What a process group uses in /dev/shm is known while it lives; others' files are never taken for its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from consumers.process_group import living_members, shared_files
+from tests.processes import die_with_parent
+
+_CHILD = r"""
+import mmap, os, subprocess, sys
+grandchild = "import mmap, os, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close(); " \
+    "print(1, flush=True); sys.stdin.read()"
+process = subprocess.Popen([sys.executable, "-c", grandchild, sys.argv[1]], stdin=sys.stdin)
+opened = open(sys.argv[2], "rb")
+gone = open(sys.argv[3], "rb")
+os.unlink(sys.argv[3])
+process.wait()
+"""
+
+
+def test_files_of_a_group_are_those_that_its_members_map_or_have_open():
+    """Those of processes that its programs have started count too; a file without a name, or of another group, not."""
+    made = [Path(tempfile.mkstemp(prefix="kvlog-test-", dir="/dev/shm")[1]) for _ in range(4)]
+    for file in made:
+        file.write_bytes(b"x" * 4096)
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, *map(str, made[:3])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        process_group=0,
+        preexec_fn=die_with_parent,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        child.stdout.readline()
+        assert 2 == len(living_members(child.pid))
+        assert set(made[:2]) == shared_files(child.pid)
+        child.stdin.close()
+        child.wait(10)
+        assert [] == living_members(child.pid)
+        assert set() == shared_files(child.pid)
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+        for file in made:
+            file.unlink(missing_ok=True)
+
+
+def test_member_that_has_ended_and_was_not_reaped_is_not_alive():
+    """A zombie keeps its number, and nothing else."""
+    child = subprocess.Popen([sys.executable, "-c", ""], process_group=0, preexec_fn=die_with_parent)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert [] == living_members(child.pid)
+    child.wait()
