@@ -58,16 +58,24 @@ _SESSIONS = 2
 _SOCKET_PATH_MAX = 107
 """Source: unix(7), sun_path without its closing zero."""
 
-_SOCKET_NAME = 40
-"""What vLLM names its own sockets, a folder's separator before it."""
+_SOCKET_NAME = 37
+"""A random UUID, which vLLM names its own sockets by, and the separator before it."""
+
+_TEMPORARY = "t"
+_LONGEST_NAME = "a2"
+"""Of the demo's nodes."""
 
 
 def installed_vllm(given: Path | None, processes: Processes) -> VllmInstall:
-    """Find the vLLM that the servers are started from. DemoError: there is none that can be used."""
+    """Find the vLLM that the servers are started from. DemoError: there is none that can be used, or not from here."""
+    longest = processes.folder / _LONGEST_NAME / _TEMPORARY
+    if len(os.fsencode(longest)) + _SOCKET_NAME > _SOCKET_PATH_MAX:
+        sentence = f"vLLM's sockets in {longest} would have longer names than the system allows."
+        raise DemoError(sentence, fix="Set TMPDIR to a folder with a shorter name.", code=ExitCode.USAGE)
     try:
         return check_vllm(find_vllm(given, os.environ), processes.packages())
     except ConfigError as error:
-        raise DemoError.of(error, "No vLLM:") from error
+        raise DemoError.of(error, "vLLM cannot be started:") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +142,7 @@ class VllmEngines:
 
     def launch(self, group: ProgramGroup, name: str, *, has_daemon: bool) -> Starting:  # noqa: ARG002
         """Start one; it looks for a daemon as long as it lives, whether there is one or not."""
-        port, temporary = free_port(), group.folder / "t"
-        if len(str(temporary)) + _SOCKET_NAME > _SOCKET_PATH_MAX:
-            sentence = f"vLLM's sockets in {temporary} would have longer names than the system allows."
-            raise DemoError(sentence, fix="Set TMPDIR to a folder with a shorter name.", code=ExitCode.USAGE)
+        port, temporary = free_port(), group.folder / _TEMPORARY
         temporary.mkdir()  # of this server alone: what it leaves there goes with the demo's folder
         witness = group.folder / "witness.jsonl"
         serving, python = self._serving, self._install.python

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MODULE",
     "SERVED_NAME",
+    "VERSION",
     "VllmInstall",
     "check_vllm",
     "find_vllm",
@@ -43,10 +44,14 @@ _VARIABLE = "KVLOG_VLLM_PYTHON"
 _SETTING = f"--vllm-python or {_VARIABLE}"
 _CHECK_SECONDS = 60.0
 
+VERSION = "0.32"
+"""What to install; the connector itself says which versions it serves."""
+
 _HOW = (
-    "Install vLLM into an environment of its own, and kvlog's few dependencies beside it (docs/vllm.md; in a checkout,"
-    f" make venv-vllm does it), and name its Python by {_SETTING}"
+    f"Install vLLM {VERSION} for the CPU into an environment of its own, with kvlog beside it (docs/vllm.md; in a"
+    f" checkout, make venv-vllm does both), and name its Python by {_SETTING}"
 )
+_NAME_IT = f"Name the Python of the environment that has vLLM, by {_SETTING}"
 
 _CHECK = """
 import importlib.metadata as metadata, importlib.util as util, json, sys
@@ -120,7 +125,11 @@ def check_vllm(python: Path, path: Path) -> VllmInstall:
     version = tuple(int(number) for number in re.findall(r"\d+", found.vllm)[:2])
     if not least <= version < below:
         problem = f"{python} has vLLM {found.vllm}, and the connector is tested with {_dotted(least)}"
-        raise ConfigError(setting=_SETTING, problem=problem, fix=f"Install vLLM {_dotted(least)} there")
+        raise ConfigError(
+            setting=_SETTING,
+            problem=problem,
+            fix=f"Install vLLM {_dotted(least)} there, or name another Python",
+        )
     return VllmInstall(python, found.vllm)
 
 
@@ -159,7 +168,7 @@ def _asked(python: Path, path: Path) -> _Found:
     except (ValueError, KeyError, TypeError):
         words = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         problem = f"{python} is no Python that can be used: {words}"
-    raise ConfigError(setting=_SETTING, problem=problem, fix=_HOW)
+    raise ConfigError(setting=_SETTING, problem=problem, fix=_NAME_IT)
 
 
 def free_port() -> int:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.demo_runs import Demo, check
+from tests.e2e.vllm_stand_in import install
 from tests.nodes import until
 from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -143,6 +146,45 @@ def test_demo_that_is_interrupted_leaves_no_process(demo: Demo, number: int, cod
     until(lambda: not demo.left(), what=f"the end of {demo.left()}")
     if number != signal.SIGKILL:
         demo.assert_nothing_left()
+
+
+@pytest.fixture
+def short_demo() -> Iterator[Demo]:
+    """A folder with a name so short that there is room for those of vLLM's sockets."""
+    demo = Demo(Path(tempfile.mkdtemp(prefix="kvlog-")))
+    yield demo
+    demo.close()
+    shutil.rmtree(demo.folder)
+
+
+def test_demo_on_servers_of_another_environment_proves_every_claim(short_demo: Demo, tmp_path: Path) -> None:
+    """What --engine vllm does, with a stand-in for vLLM: one server after the other, and nothing left in /dev/shm."""
+    python, model = install(tmp_path), tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"max_position_embeddings": 4096}')
+    engine = ("--engine", "vllm", "--vllm-python", str(python), "--model", str(model), "--prompt", QUESTION)
+    figures = short_demo.figures(*engine, "--tokens", "40")
+    check(figures, tokens=40)
+    code, out, err = short_demo.run(*engine, "--tokens", "40")
+    assert (0, "") == (code, err), out
+    lines = out.splitlines()
+    assert [] == [
+        line
+        for line in lines
+        if len(line) > 80 and str(short_demo.folder) not in line and str(python) not in line
+    ]
+    starts = [number for number, line in enumerate(lines) if line.startswith("starting node")]
+    assert [line[:15] for line in lines if line.startswith("starting node")] == [
+        "starting node A",
+        "starting node B",
+        "starting node A",
+    ]
+    assert re.match(
+        r"node A   kvlogd \(pid \d+\) and vLLM \(pid \d+\), ready after \d+ s$", lines[starts[0] + 1]
+    )
+    assert "Every claim held." in out
+    short_demo.assert_nothing_left()
+    assert [] == list(Path("/dev/shm").glob("psm_stand-in-*"))
 
 
 def test_demo_that_cannot_be_had_says_so_in_a_sentence(demo: Demo, tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import pytest
 from consumers.demo_error import DemoError
 from consumers.demo_model import Model
 from consumers.demo_process import Processes
-from consumers.demo_vllm import VllmEngines, VllmServing, installed_vllm
+from consumers.demo_vllm import VllmServing, installed_vllm
 from consumers.exits import ExitCode
 from consumers.vllm_server import (
+    VERSION,
     VllmInstall,
     check_vllm,
     find_vllm,
@@ -22,6 +23,7 @@ from consumers.vllm_server import (
     transfer_config,
     why_ended,
 )
+from kvlog.engines.vllm_support import VERSIONS
 from kvlog.errors import ConfigError
 from tests.tidy.source import ROOT
 
@@ -52,8 +54,10 @@ def test_interpreter_that_nobody_names_is_asked_for(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError) as caught:
         find_vllm(None, {})
-    said = str(DemoError.of(caught.value, "No vLLM:"))
+    said = str(DemoError.of(caught.value, "vLLM:"))
     assert "vLLM is not installed here" in said
+    assert f"Install vLLM {VERSION} for the CPU" in said
+    assert VERSIONS[0] == tuple(map(int, VERSION.split(".")))
     assert "make venv-vllm" in said
     assert "--vllm-python or KVLOG_VLLM_PYTHON" in said
 
@@ -103,7 +107,7 @@ def test_real_interpreter_without_vllm_says_so(tmp_path):
     processes = Processes(tmp_path, lambda _: False)
     if "vllm" in sys.modules:
         pytest.skip("this interpreter has vLLM")
-    with pytest.raises(DemoError, match=r"No vLLM: .* has no vLLM") as caught:
+    with pytest.raises(DemoError, match=r"vLLM cannot be started: .* has no vLLM") as caught:
         installed_vllm(Path(sys.executable), processes)
     assert ExitCode.USAGE == caught.value.code
     assert {"kvlog", "consumers"} == {path.name for path in processes.packages().iterdir()}
@@ -141,11 +145,9 @@ def test_folder_whose_sockets_would_have_too_long_names_is_refused(tmp_path):
     """The system allows 107 bytes; the sentence says which variable to set."""
     long = tmp_path / ("x" * 90)
     long.mkdir()
-    group = Processes(long, lambda _: False).group("a")
-    serving = VllmServing(model=tmp_path, dtype="float32", positions=10, row_bytes=10)
-    engines = VllmEngines(VllmInstall(Path(sys.executable), "0.32.0"), tmp_path, serving)
-    with pytest.raises(DemoError, match="Set TMPDIR to a folder with a shorter name"):
-        engines.launch(group, "a", has_daemon=True)
+    with pytest.raises(DemoError, match="Set TMPDIR to a folder with a shorter name") as caught:
+        installed_vllm(Path(sys.executable), Processes(long, lambda _: False))
+    assert ExitCode.USAGE == caught.value.code
 
 
 @pytest.mark.parametrize(
