@@ -131,7 +131,7 @@ def _refuse_missing(options: DemoOptions) -> None:
     """The demo starts daemons and engines, which need more than the tools do."""
     needed = [
         "structlog",
-        "uvicorn",
+        *(["uvicorn"] if options.engine != "vllm" else []),
         *(["transformers", "torch"] if options.engine == "transformers" else []),
     ]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
