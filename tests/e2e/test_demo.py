@@ -163,8 +163,6 @@ def test_demo_on_servers_of_another_environment_proves_every_claim(short_demo: D
     model.mkdir()
     (model / "config.json").write_text('{"max_position_embeddings": 4096}')
     engine = ("--engine", "vllm", "--vllm-python", str(python), "--model", str(model), "--prompt", QUESTION)
-    figures = short_demo.figures(*engine, "--tokens", "40")
-    check(figures, tokens=40)
     code, out, err = short_demo.run(*engine, "--tokens", "40")
     assert (0, "") == (code, err), out
     lines = out.splitlines()
@@ -182,6 +180,7 @@ def test_demo_on_servers_of_another_environment_proves_every_claim(short_demo: D
     assert re.match(
         r"node A   kvlogd \(pid \d+\) and vLLM \(pid \d+\), ready after \d+ s$", lines[starts[0] + 1]
     )
+    assert 4 == out.count("✔ yes ")
     assert "Every claim held." in out
     short_demo.assert_nothing_left()
     assert [] == list(Path("/dev/shm").glob("psm_stand-in-*"))
