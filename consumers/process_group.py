@@ -6,15 +6,21 @@ files are theirs. Nobody else's are touched that way.
 
 from __future__ import annotations
 
-import re
+import os
 from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["living_members", "shared_files"]
 
-_SHARED = re.compile(r"/dev/shm/[^/\s]+$")  # noqa: S108 - not a temporary file of ours: what others have there
+_SHARED = Path("/dev/shm")  # noqa: S108 - not a temporary file of ours: what others have there
 _STATE, _GROUP = 0, 2
 """Fields after the name in /proc/PID/stat: state, parent, group. Source: proc_pid_stat(5)."""
+
+_DEVICE, _INODE, _PATH = 3, 4, 5
+"""Fields of a line of /proc/PID/maps. Source: proc_pid_maps(5)."""
+
+File = tuple[int, int]
+"""Device and inode."""
 
 
 def living_members(group: int) -> list[int]:
@@ -29,13 +35,36 @@ def living_members(group: int) -> list[int]:
 
 
 def shared_files(group: int) -> set[Path]:
-    """Files of /dev/shm that processes of a group have mapped or open now, and that still have a name."""
-    return {file for member in living_members(group) for file in _files_of(member)}
+    """Files of /dev/shm that processes of a group have mapped or open now, and that still have a name.
+
+    Told by inode: a semaphore is made under one name, and linked to the one that it keeps.
+    """
+    used = {file for member in living_members(group) for file in (*_mapped(member), *_open(member))}
+    found = set()
+    for path in _SHARED.iterdir():
+        with suppress(OSError):  # it is gone
+            stat = path.lstat()
+            if (stat.st_dev, stat.st_ino) in used:
+                found.add(path)
+    return found
 
 
-def _files_of(pid: int) -> set[Path]:
-    process, names = Path("/proc") / str(pid), []
+def _mapped(pid: int) -> set[File]:
+    found = set()
     with suppress(OSError):  # it has just ended, or is another user's
-        names += [line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()]
-        names += [str(link.readlink()) for link in (process / "fd").iterdir()]
-    return {Path(name) for name in names if _SHARED.match(name)}
+        for line in (Path("/proc") / str(pid) / "maps").read_text().splitlines():
+            fields = line.split(maxsplit=_PATH)
+            if len(fields) > _PATH and fields[_PATH].startswith(f"{_SHARED}/"):
+                major, minor = fields[_DEVICE].split(":")
+                found.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[_INODE])))
+    return found
+
+
+def _open(pid: int) -> set[File]:
+    found = set()
+    with suppress(OSError):
+        for link in (Path("/proc") / str(pid) / "fd").iterdir():
+            with suppress(OSError):  # it was closed, or is no file
+                stat = link.stat()
+                found.add((stat.st_dev, stat.st_ino))
+    return found

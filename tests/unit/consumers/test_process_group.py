@@ -13,12 +13,15 @@ from tests.processes import die_with_parent
 
 _CHILD = r"""
 import mmap, os, subprocess, sys
-grandchild = "import mmap, os, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close(); " \
-    "print(1, flush=True); sys.stdin.read()"
-process = subprocess.Popen([sys.executable, "-c", grandchild, sys.argv[1]], stdin=sys.stdin)
-opened = open(sys.argv[2], "rb")
-gone = open(sys.argv[3], "rb")
-os.unlink(sys.argv[3])
+open_file, mapped, gone = sys.argv[1:]
+grandchild = "import sys; f = open(sys.argv[1]); print(1, flush=True); sys.stdin.read()"
+process = subprocess.Popen([sys.executable, "-c", grandchild, open_file], stdin=sys.stdin)
+with open(mapped, "r+b") as file:
+    memory = mmap.mmap(file.fileno(), 0)
+os.rename(mapped, mapped + "-renamed")
+still = open(gone)
+os.unlink(gone)
+print(2, flush=True)
 process.wait()
 """
 
@@ -28,6 +31,7 @@ def test_files_of_a_group_are_those_that_its_members_map_or_have_open():
     made = [Path(tempfile.mkstemp(prefix="kvlog-test-", dir="/dev/shm")[1]) for _ in range(4)]
     for file in made:
         file.write_bytes(b"x" * 4096)
+    renamed = made[1].with_name(f"{made[1].name}-renamed")
     child = subprocess.Popen(
         [sys.executable, "-c", _CHILD, *map(str, made[:3])],
         stdin=subprocess.PIPE,
@@ -38,9 +42,9 @@ def test_files_of_a_group_are_those_that_its_members_map_or_have_open():
     try:
         assert child.stdout is not None
         assert child.stdin is not None
-        child.stdout.readline()
+        assert {"1", "2"} == {child.stdout.readline().decode().strip() for _ in range(2)}
         assert 2 == len(living_members(child.pid))
-        assert set(made[:2]) == shared_files(child.pid)
+        assert {made[0], renamed} == shared_files(child.pid)
         child.stdin.close()
         child.wait(10)
         assert [] == living_members(child.pid)
@@ -50,7 +54,7 @@ def test_files_of_a_group_are_those_that_its_members_map_or_have_open():
         child.wait()
         assert child.stdout is not None
         child.stdout.close()
-        for file in made:
+        for file in (*made, renamed):
             file.unlink(missing_ok=True)
 
 
