@@ -18,9 +18,6 @@ from tests.processes import die_with_parent
 
 __all__ = ["Demo", "check"]
 
-SECONDS = 500
-"""For one demo on a machine that does much else."""
-
 NAMES = {
     *("tokens_equal", "kv_equal", "tamper_detected", "zombie_fenced"),
     *("tokens_before_kill", "tokens_in_log", "tokens_recomputed"),
@@ -32,10 +29,14 @@ PARTS = ("detect_ms", "claim_ms", "catch_up_ms", "attach_ms", "first_token_ms")
 
 @dataclass
 class Demo:
-    """Runs demos whose temporary files are in a folder of the test's own."""
+    """Runs demos whose temporary files are in a folder of the test's own.
+
+    `seconds`: for one of them, on a machine that does much else.
+    """
 
     folder: Path
     columns: int = 80
+    seconds: float = 500.0
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
@@ -55,7 +56,7 @@ class Demo:
     def run(self, *arguments: str) -> tuple[int, str, str]:
         """Exit code, standard output, standard error."""
         process = self.start(*arguments)
-        out, err = process.communicate(timeout=SECONDS)
+        out, err = process.communicate(timeout=self.seconds)
         return process.returncode, out, err
 
     def figures(self, *arguments: str) -> dict[str, Any]:

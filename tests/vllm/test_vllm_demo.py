@@ -36,7 +36,7 @@ def demo() -> Iterator[Demo]:
     if reason := why_not():
         pytest.skip(f"NOT TESTED: {reason}")
     before = shared()
-    demo = Demo(Path(tempfile.mkdtemp(prefix="kvlog-")))
+    demo = Demo(Path(tempfile.mkdtemp(prefix="kvlog-")), seconds=800.0)
     yield demo
     demo.close()
     shutil.rmtree(demo.folder, ignore_errors=True)
