@@ -6,7 +6,8 @@
     an engine alone: the uninterrupted run          a paused node that comes back is fenced
 
 Nodes share the log and the model's files, no process and no memory. Node B starts before the prompt exists, and the
-prompt begins with a random nonce. Everything goes through HTTP and the log, as with nodes of one's own.
+prompt begins with a random nonce. Everything goes through HTTP and the log, as with nodes of one's own. Engines are
+ours, or vLLM servers (consumers.demo_vllm): acts, figures and claims are the same.
 """
 
 from __future__ import annotations
@@ -19,25 +20,24 @@ import secrets
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from consumers.demo_acts import Scene, kill_and_go_on, prefill_again, uninterrupted, warm_up
-from consumers.demo_controls import flip_a_byte, pause_and_continue
 from consumers.demo_error import DemoError
 from consumers.demo_log import DemoLog
 from consumers.demo_model import find_model, synthetic_model
-from consumers.demo_nodes import NodePlan, start_engine, start_node
+from consumers.demo_nodes import NodePlan, OwnEngines
 from consumers.demo_options import parse_options
 from consumers.demo_place import log_settings_of, passes_setting
 from consumers.demo_process import Processes
 from consumers.demo_prompt import Prompt
-from consumers.demo_proofs import Evidence, claims
+from consumers.demo_proofs import claims
 from consumers.demo_report import DemoReport
+from consumers.demo_stage import Stage
 from consumers.demo_view import DemoView
+from consumers.demo_vllm import VllmEngines, VllmServing, installed_vllm
 from consumers.exits import ExitCode
 from consumers.render import console
 from kvlog.log.locate import parse_log_url
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from consumers.demo_model import Model
-    from consumers.demo_nodes import Node
+    from consumers.demo_nodes import Engines
     from consumers.demo_options import DemoOptions
-    from consumers.demo_proofs import Killed, Tampered, Uninterrupted
+    from consumers.demo_proofs import Evidence
+    from consumers.vllm_server import VllmInstall
     from kvlog.log.settings import LogSettings
 
 __all__ = ["figures_of", "main"]
@@ -61,12 +62,12 @@ _CLAIM_SECONDS = "5"
 _PACE = "60"
 """The most tokens a second of an answer: what is faster cannot be read. Only a tiny model would be."""
 
-_GREETING = "Hello!"
-"""Enough to see that a node works. Node B answers as long a prompt as the real one, for its prefill is timed."""
-
 _POOL_BYTES_MIN = 64 << 20
 _POOL_SESSIONS = 5
 """Whole conversations that fit a pool at once; idle ones make room for newer ones."""
+
+_LONGEST_EXTRA = 1024
+"""Positions beyond text and answer: the chat template's own, and what the paused node is asked for beside."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -130,7 +131,7 @@ def _refuse_missing(options: DemoOptions) -> None:
     """The demo starts daemons and engines, which need more than the tools do."""
     needed = [
         "structlog",
-        "uvicorn",
+        *(["uvicorn"] if options.engine != "vllm" else []),
         *(["transformers", "torch"] if options.engine == "transformers" else []),
     ]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -149,10 +150,14 @@ async def _shown(options: DemoOptions, processes: Processes) -> int:
     log = await DemoLog.open(settings)
     try:
         view.opening()
+        install = installed_vllm(options.vllm_python, processes) if options.engine == "vllm" else None
         model = await _model(options, processes, view)
-        dtype = options.dtype if options.engine == "transformers" else "bfloat16"
+        dtype = "bfloat16" if options.engine == "synthetic" else options.dtype
         view.made_of(model=model.name, dtype=dtype, log=log.where, warning=model.warning)
-        stage = _Stage(options, processes, view, log, _plan(options, settings, model))
+        if install is not None:
+            view.engines(f"vLLM {install.version}, {install.python}")
+        plan = _plan(options, settings, model, _engines(options, processes, model, install))
+        stage = Stage(options, processes, view, log, plan)
         evidence, session = await stage.play()
         where = log.where
     finally:
@@ -170,66 +175,6 @@ async def _shown(options: DemoOptions, processes: Processes) -> int:
     return int(ExitCode.WHOLE if held else ExitCode.BROKEN)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """Where the acts are played, one after the other."""
-
-    options: DemoOptions
-    processes: Processes
-    view: DemoView
-    log: DemoLog
-    plan: NodePlan
-
-    async def play(self) -> tuple[Evidence, str]:
-        """All acts. Returns: the evidence, and the session of the first act."""
-        view = self.view
-        with view.working("starting node A and node B"):
-            a, b = await self._two_nodes()
-        view.nodes((a, b))
-        prompt = Prompt.make(self.options.question)
-        view.question(prompt)
-        scene = Scene(options=self.options, log=self.log, view=view, b=b, prompt=prompt)
-        scene, killed = await kill_and_go_on(scene, a)
-        with view.working("the same take-over by prefill, on node B"):
-            reprefill_ms = await prefill_again(scene, killed)
-        with view.working("an uninterrupted run, a flipped byte, and node A anew"):
-            reference, tampered, again = await self._compared(scene, killed)
-        with view.working("node A pauses, node B goes on, node A continues"):
-            paused = await pause_and_continue(scene, again, self.plan.log, killed)
-        evidence = Evidence(
-            killed=killed,
-            reprefill_ms=reprefill_ms,
-            reference=reference,
-            tampered=tampered,
-            paused=paused,
-            is_exact=self.options.is_exact,
-        )
-        return evidence, scene.session("main")
-
-    async def _two_nodes(self) -> tuple[Node, Node]:
-        async with asyncio.TaskGroup() as tasks:
-            a = tasks.create_task(self._warm_node("a", _GREETING))
-            b = tasks.create_task(self._warm_node("b", self.options.question))
-        return a.result(), b.result()
-
-    async def _warm_node(self, name: str, question: str | None) -> Node:
-        node = await start_node(self.processes, name, self.plan)
-        await warm_up(node, Prompt.make(question))
-        return node
-
-    async def _compared(self, scene: Scene, killed: Killed) -> tuple[Uninterrupted, Tampered, Node]:
-        """Nothing is timed here, so all of it is done at once."""
-        async with asyncio.TaskGroup() as tasks:
-            reference = tasks.create_task(self._uninterrupted(scene, killed))
-            tampered = tasks.create_task(flip_a_byte(scene, killed))
-            again = tasks.create_task(self._warm_node("a2", _GREETING))
-        return reference.result(), tampered.result(), again.result()
-
-    async def _uninterrupted(self, scene: Scene, killed: Killed) -> Uninterrupted:
-        engine = await start_engine(self.processes, "alone", self.plan)
-        return await uninterrupted(scene, engine.url, killed)
-
-
 async def _model(options: DemoOptions, processes: Processes, view: DemoView) -> Model:
     if options.engine == "synthetic":
         return synthetic_model()
@@ -237,15 +182,30 @@ async def _model(options: DemoOptions, processes: Processes, view: DemoView) -> 
         return await find_model(processes, options.model, options.dtype, view.progress)
 
 
-def _plan(options: DemoOptions, settings: LogSettings, model: Model) -> NodePlan:
-    text = "".join(message["content"] for message in Prompt.make(options.question).messages)
-    positions = len(text) + options.tokens  # a token has a character at least
+def _engines(
+    options: DemoOptions, processes: Processes, model: Model, install: VllmInstall | None
+) -> Engines:
+    if install is not None:
+        serving = VllmServing.of(model, options.dtype, _positions(options) + _LONGEST_EXTRA)
+        return VllmEngines(install, processes.packages(), serving)
+    return OwnEngines(
+        (*model.arguments, "--claim-seconds", _CLAIM_SECONDS, "--tokens-per-second", _PACE),
+    )
+
+
+def _plan(options: DemoOptions, settings: LogSettings, model: Model, engines: Engines) -> NodePlan:
     return NodePlan(
         log=settings,
         prefix=f"demo-{secrets.token_hex(4)}",
-        engine=(*model.arguments, "--claim-seconds", _CLAIM_SECONDS, "--tokens-per-second", _PACE),
-        pool_bytes=max(_POOL_BYTES_MIN, min(positions, 2048) * model.row_bytes * _POOL_SESSIONS),
+        engines=engines,
+        pool_bytes=max(_POOL_BYTES_MIN, min(_positions(options), 2048) * model.row_bytes * _POOL_SESSIONS),
     )
+
+
+def _positions(options: DemoOptions) -> int:
+    """Of the longest conversation: a token has a character at least."""
+    text = "".join(message["content"] for message in Prompt.make(options.question).messages)
+    return len(text) + options.tokens
 
 
 def _console(options: DemoOptions) -> Console:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from consumers.demo_client import Answer, Asked, Broken, Finished, Piece, stream, whole_answer
+from consumers.demo_client import Answer, Asked, Broken, Finished, Piece, whole_answer
 from consumers.demo_error import DemoError
 from consumers.demo_options import LEFT_MIN
 from consumers.demo_process import until
@@ -17,6 +17,7 @@ from consumers.exits import ExitCode
 from kvlog.ids import SessionId
 
 if TYPE_CHECKING:
+    from consumers.demo_client import Client
     from consumers.demo_log import DemoLog
     from consumers.demo_nodes import Node
     from consumers.demo_options import DemoOptions
@@ -99,7 +100,7 @@ async def warm_up(node: Node, prompt: Prompt) -> None:
     deadline = time.monotonic() + _WARM_SECONDS
     while True:
         asked = Asked(prompt=prompt, session=f"demo-{prompt.nonce}-warm-{node.name}", tokens_max=2)
-        end = finished(await whole_answer(node.url, asked), f"node {node.name.upper()}")
+        end = finished(await whole_answer(node.client, asked), f"node {node.name.upper()}")
         if end.kvlog["logged"]:
             return
         if time.monotonic() > deadline:
@@ -135,7 +136,7 @@ async def _until_cut(scene: Scene, a: Node) -> _Begun | None:
     view, killed_at = scene.view, None
     view.begin_answer()
     answer = Answer(time.monotonic())
-    async for part in stream(a.url, scene.asked("main")):
+    async for part in a.client.stream(scene.asked("main")):
         answer.take(part)
         if isinstance(part, Piece):
             view.piece("A", part.text)
@@ -164,7 +165,7 @@ async def _go_on(scene: Scene, begun: _Begun) -> Killed:
     shown = tuple(begun.answer.tokens)
     asked = replace(scene.asked("main", shown), digests_at=())
     answer = Answer(time.monotonic())
-    async for part in stream(scene.b.url, asked):
+    async for part in scene.b.client.stream(asked):
         answer.take(part)
         if isinstance(part, Piece):
             scene.view.piece("B", part.text)
@@ -209,7 +210,7 @@ async def prefill_again(scene: Scene, killed: Killed) -> float:
     Without kvlog there would be no claim either, so what node B's daemon took is left out: the prefill is all of it.
     """
     asked = scene.asked("prefill", killed.shown, tokens_max=len(killed.shown) + 1)
-    answer = await whole_answer(scene.b.url, asked)
+    answer = await whole_answer(scene.b.client, asked)
     end = finished(answer, "node B")
     if end.kvlog["attached"]:
         raise DemoError("Node B attached rows of a session that nobody has logged.")
@@ -218,10 +219,10 @@ async def prefill_again(scene: Scene, killed: Killed) -> float:
     return killed.times.detect_ms + 1000 * seconds - float(end.kvlog["open_turn_ms"])
 
 
-async def uninterrupted(scene: Scene, url: str, killed: Killed) -> Uninterrupted:
+async def uninterrupted(scene: Scene, client: Client, killed: Killed) -> Uninterrupted:
     """The same conversation from its beginning to its end, on an engine without a daemon."""
     attached = killed.kvlog["attached"]
     asked = replace(scene.asked("uninterrupted"), digests_at=(attached,) if attached else ())
-    answer = await whole_answer(url, asked)
+    answer = await whole_answer(client, asked)
     end = finished(answer, "the uninterrupted run")
     return Uninterrupted(tokens=tuple(answer.tokens), kvlog=end.kvlog)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from consumers.demo_acts import finished
-from consumers.demo_client import Answer, Asked, Broken, Piece, stream, whole_answer
+from consumers.demo_client import Answer, Asked, Broken, Piece, whole_answer
 from consumers.demo_error import DemoError
 from consumers.demo_options import LEFT_MIN
 from consumers.demo_process import until
@@ -58,9 +58,9 @@ async def flip_a_byte(scene: Scene, killed: Killed) -> Tampered:
     assert damaged.damaged is not None, "a record was named"
     offset, start = damaged.damaged
     control = await whole_answer(
-        scene.b.url, scene.asked("copy", killed.shown, tokens_max=len(killed.shown) + 1)
+        scene.b.client, scene.asked("copy", killed.shown, tokens_max=len(killed.shown) + 1)
     )
-    answer = await whole_answer(scene.b.url, scene.asked("flipped", killed.shown))
+    answer = await whole_answer(scene.b.client, scene.asked("flipped", killed.shown))
     refusal = await scene.log.refusal_at(damaged.session, offset)
     return Tampered(
         whole_attached=finished(control, "node B").kvlog["attached"],
@@ -134,7 +134,7 @@ class _Pause:
             reading = tasks.create_task(_read(a, self._endless(act), at_a))
             await self._stop(at_a)
             shown = tuple(at_a.tokens)
-            async for part in stream(scene.b.url, scene.asked(act, shown)):
+            async for part in scene.b.client.stream(scene.asked(act, shown)):
                 at_b.take(part)
                 if isinstance(part, Piece) and len(at_b.tokens) == _GOES_ON_TOKENS:
                     a.group.go_on()
@@ -182,7 +182,7 @@ class _Pause:
 
 
 async def _read(node: Node, asked: Asked, answer: Answer) -> None:
-    async for part in stream(node.url, asked):
+    async for part in node.client.stream(asked):
         answer.take(part)
 
 

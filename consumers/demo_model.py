@@ -36,12 +36,16 @@ class Model:
         arguments: of `python -m kvlog.engines`, engine first.
         row_bytes: of one position, as far as it can be told before it is loaded; for the size of the pools.
         warning: what the reader of its answers must know; empty: nothing.
+        folder: where its files are; None: it has none.
+        positions_max: of its context; None: it says none.
     """
 
     name: str
     arguments: tuple[str, ...]
     row_bytes: int
     warning: str
+    folder: Path | None = None
+    positions_max: int | None = None
 
 
 def synthetic_model() -> Model:
@@ -81,7 +85,14 @@ async def find_model(processes: Processes, choice: str, dtype: str, tell: Callab
         line.removeprefix("warning: ") for line in program.complaints() if line.startswith("warning: ")
     ]
     arguments = ("transformers", "--model", str(folder), "--dtype", dtype, "--threads", "1")
-    return Model(folder.name, arguments, _row_bytes(folder, dtype), " ".join(warnings))
+    return Model(
+        name=folder.name,
+        arguments=arguments,
+        row_bytes=_row_bytes(folder, dtype),
+        warning=" ".join(warnings),
+        folder=folder,
+        positions_max=_positions_max(folder),
+    )
 
 
 def _not_had(choice: str, words: str) -> DemoError:
@@ -91,6 +102,13 @@ def _not_had(choice: str, words: str) -> DemoError:
         return DemoError(f"The model {choice!r} cannot be had: {words}", code=ExitCode.USAGE)
     error = ConfigError(problem=found[1], fix=found[2])
     return DemoError.of(error, f"The model {choice!r} cannot be had:")
+
+
+def _positions_max(folder: Path) -> int | None:
+    try:
+        return int(json.loads((folder / "config.json").read_bytes())["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _row_bytes(folder: Path, dtype: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from consumers.demo_error import DemoError
@@ -28,9 +29,16 @@ Figures of --json: tokens_before_kill are tokens of the answer; tokens_in_log co
 are tokens that were known and whose rows node B had to compute. The five parts add up to kill_to_next_token_ms.
 reprefill_ms is the same take-over with nothing to attach, and ratio is reprefill_ms / kill_to_next_token_ms.
 
+--engine vllm starts real vLLM servers on the CPU, one after the other (20 to 60 s each), with kvlog's connector and
+fence. Their prefix cache is off, so that no row can come from anywhere but the log; what lies in their blocks is
+digested, layer by layer, when a turn ends, and compared with a third server that has no daemon.
+
 Exit code: 0 every claim held, 1 one did not, 2 wrong arguments, 3 the log cannot be reached, 130 interrupted.
 In bfloat16, equal tokens are reported and not asked for: rows that are computed again may differ by rounding.
 """
+
+
+EngineName = Literal["transformers", "synthetic", "vllm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +48,8 @@ class DemoOptions:
     Args:
         log: a URL or a directory; None: a directory that is gone afterwards.
         engine: what computes.
-        model: of the transformers engine: small, random, or a folder.
+        vllm_python: the interpreter that has vLLM; None: found by itself.
+        model: small, random, or a folder; the synthetic engine has none.
         dtype: of weights and cache.
         question: the user's own; None: about the demo's text.
         tokens: of the answer.
@@ -49,7 +58,8 @@ class DemoOptions:
     """
 
     log: str | None
-    engine: Literal["transformers", "synthetic"]
+    engine: EngineName
+    vllm_python: Path | None
     model: str
     dtype: Literal["float32", "bfloat16"]
     question: str | None
@@ -82,9 +92,12 @@ def parse_options(arguments: Sequence[str]) -> DemoOptions:
         raise _wrong("--prompt is empty.", "Ask something, or leave it out.")
     if given.engine == "synthetic" and (given.model is not None or given.dtype is not None):
         raise _wrong("The synthetic engine has no model and no dtype.", "Leave --model and --dtype out.")
+    if given.vllm_python is not None and given.engine != "vllm":
+        raise _wrong(f"--vllm-python is of no use to the {given.engine} engine.", "Say --engine vllm too.")
     return DemoOptions(
         log=given.log,
-        engine=cast("Literal['transformers', 'synthetic']", given.engine),
+        engine=cast("EngineName", given.engine),
+        vllm_python=given.vllm_python,
         model=given.model or "small",
         dtype=cast("Literal['float32', 'bfloat16']", given.dtype or "float32"),
         question=given.prompt,
@@ -116,7 +129,16 @@ def _parser() -> argparse.ArgumentParser:
         "--kill-at", type=int, metavar="N", help="kill node A after so many tokens (in mid-sentence)"
     )
     parser.add_argument(
-        "--engine", choices=["transformers", "synthetic"], default="transformers", help="(transformers)"
+        "--engine",
+        choices=["transformers", "synthetic", "vllm"],
+        default="transformers",
+        help="(transformers)",
+    )
+    parser.add_argument(
+        "--vllm-python",
+        type=Path,
+        metavar="PATH",
+        help="Python that has vLLM ($KVLOG_VLLM_PYTHON, else this one if it has)",
     )
     parser.add_argument("--model", metavar="NAME", help="a model's folder, or small, or random (small)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of weights and cache (float32)")

@@ -14,15 +14,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from consumers.demo_error import DemoError
+from consumers.process_group import living_members, shared_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Processes", "Program", "ProgramGroup", "until"]
+__all__ = ["Processes", "Program", "ProgramGroup", "Runtime", "until"]
 
 _CHILD = "consumers.demo_child"
 _POLL_SECONDS = 0.01
@@ -31,6 +33,24 @@ _REAP_SECONDS = 10.0
 
 _LAST_WORDS = 400
 _ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = ("kvlog", "consumers")
+"""Ours that another interpreter needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What a program runs on.
+
+    Args:
+        python: the interpreter.
+        environment: what its environment has beside, or instead of, the group's.
+    """
+
+    python: Path = Path(sys.executable)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+_OURS = Runtime()
 
 
 async def until(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
@@ -122,8 +142,9 @@ class ProgramGroup:
         self.folder = folder
         self._environment = environment
         self._programs: list[Program] = []
+        self._shared: set[Path] = set()
 
-    def start(self, name: str, arguments: Sequence[str]) -> Program:
+    def start(self, name: str, arguments: Sequence[str], runtime: Runtime = _OURS) -> Program:
         """Start `python -m ARGUMENTS` in this group.
 
         DemoError: the group's first program has died already.
@@ -134,11 +155,11 @@ class ProgramGroup:
         try:
             with out.open("wb") as stdout, err.open("wb") as stderr:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", _CHILD, str(os.getpid()), *arguments],
+                    [runtime.python, "-m", _CHILD, str(os.getpid()), *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
-                    env=self._environment,
+                    env={**self._environment, **runtime.environment},
                     process_group=leader.pid if leader else 0,
                 )
         except (ProcessLookupError, PermissionError) as error:  # setpgid: no such group
@@ -147,6 +168,11 @@ class ProgramGroup:
         program = Program(name, process, out=out, err=err)
         self._programs.append(program)
         return program
+
+    def note_shared_files(self) -> None:
+        """Note which files of /dev/shm its processes use, those that programs of it have started too: for `reap`."""
+        if self._is_ours:
+            self._shared |= shared_files(self._programs[0].pid)
 
     def kill(self) -> None:
         """SIGKILL to all of it at once."""
@@ -161,13 +187,25 @@ class ProgramGroup:
         self._signal(signal.SIGCONT)
 
     def reap(self) -> None:
-        """Wait for the end of all of it, after `kill`."""
+        """Wait for the end of all of it, after `kill`, and remove what it has left in /dev/shm."""
+        deadline = time.monotonic() + _REAP_SECONDS
+        while (
+            self._is_ours and len(living_members(self._programs[0].pid)) > 0 and time.monotonic() < deadline
+        ):
+            time.sleep(_POLL_SECONDS)  # also for those that are not our children
         for program in self._programs:
             program.reap()
+        for file in self._shared:
+            with contextlib.suppress(OSError):  # most remove their own, and others' are not ours to remove
+                file.unlink()
+
+    @property
+    def _is_ours(self) -> bool:
+        """One of our own, not reaped children is in it: the number of a group that is gone may be another's."""
+        return any(program.is_alive for program in self._programs)
 
     def _signal(self, number: int) -> None:
-        # Only while one of our own, not reaped children is in it: the number of a group that is gone may be another's.
-        if any(program.is_alive for program in self._programs):
+        if self._is_ours:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._programs[0].pid, number)
 
@@ -193,9 +231,19 @@ class Processes:
         self._groups.append(group)
         return group
 
+    def packages(self) -> Path:
+        """A folder for the path of another interpreter: it has our packages and nothing else of our environment."""
+        folder = self.folder / "path"
+        folder.mkdir(exist_ok=True)
+        for name in _PACKAGES:
+            with contextlib.suppress(FileExistsError):
+                (folder / name).symlink_to(_ROOT / name, target_is_directory=True)
+        return folder
+
     def close(self) -> None:
         """Kill everything, whatever state it is in, and wait until it is gone."""
         for group in self._groups:
+            group.note_shared_files()
             group.kill()
         for group in self._groups:
             group.reap()

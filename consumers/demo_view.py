@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from consumers.demo_answer_box import AnswerBox
@@ -53,17 +54,15 @@ class DemoView:
         """What takes time within `working`."""
         self._line(text, "dim")
 
-    def nodes(self, nodes: Sequence[Node]) -> None:
-        """Which processes there are."""
-        self._facts(
-            [
-                (
-                    f"node {node.name.upper()}",
-                    f"kvlogd (pid {node.daemon.pid}) and engine (pid {node.engine.program.pid})",
-                )
-                for node in nodes
-            ]
-        )
+    def engines(self, text: str) -> None:
+        """What the engines are, if they are not ours."""
+        self._facts([("engines", text)])
+
+    def node(self, node: Node, *, word: str = "engine", seconds: float | None = None) -> None:
+        """Which processes there are. `seconds`: what their start took, if it is worth telling."""
+        after = "" if seconds is None else f", ready after {seconds:.0f} s"
+        pids = f"kvlogd (pid {node.daemon.pid}) and {word} (pid {node.engine.program.pid})"
+        self._facts([(f"node {node.name.upper()}", pids + after)])
 
     def question(self, prompt: Prompt) -> None:
         """What is asked, now that all nodes are ready."""
@@ -101,14 +100,20 @@ class DemoView:
             self._box = None
 
     @contextmanager
-    def working(self, text: str) -> Iterator[None]:
-        """Say what takes time: as a spinner on a terminal, else as a line."""
+    def working(self, text: str, *, is_long: bool = False) -> Iterator[None]:
+        """Say what takes time: as a spinner on a terminal, else as a line. `is_long`: with the seconds so far."""
         if not self._console.is_terminal:
             self._line(f"{text} ...")
             yield
             return
         spinner = "line" if self._ascii else "dots"
-        with self._console.status(f"{text} ...", spinner=spinner):
+        if not is_long:
+            with self._console.status(f"{text} ...", spinner=spinner):
+                yield
+            return
+        columns = (SpinnerColumn(spinner), TextColumn("{task.description} ..."), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            progress.add_task(text)
             yield
 
     def _facts(self, pairs: Sequence[tuple[str, str]]) -> None:

@@ -6,11 +6,10 @@ The kernel ties it to the thread that started the child: start what is to live o
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 
-__all__ = ["die_with_parent", "end_with_parent"]
+__all__ = ["die_with_parent"]
 
 _PR_SET_PDEATHSIG = 1
 """Source: prctl(2), <linux/prctl.h>. It survives exec."""
@@ -23,12 +22,4 @@ def die_with_parent() -> None:
     """Ask the kernel for SIGKILL at the parent's end: a `preexec_fn`, so it runs in the child, before the program."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != _PARENT:  # it ended before we could ask
-        os._exit(1)
-
-
-def end_with_parent() -> None:
-    """The same, called in a process that `multiprocessing` has started, for itself."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
         os._exit(1)

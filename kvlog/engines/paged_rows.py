@@ -93,6 +93,11 @@ class PagedStore:
         return int(self._layers[0].shape[0])
 
     @property
+    def layout(self) -> Layout:
+        """Of a row."""
+        return self._layout
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return self._layout.row_bytes

@@ -16,10 +16,11 @@ import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvlog.engines.step_plan import Dropped, Ready, StepReport
+from kvlog.engines.turn_evidence import TurnEvidence, TurnTimes
 from kvlog.ids import NO_EPOCH
 from kvlog.link.messages import UnloggedReason, unpack_tokens
 
@@ -131,6 +132,9 @@ class _Entry:
     closing: CloseAsk | None = None
     until: float = 0.0
     retry_at: float = 0.0
+    known: int = 0
+    loaded: int = 0
+    times: TurnTimes = field(default_factory=TurnTimes)
 
 
 class StepWorker:
@@ -178,7 +182,8 @@ class StepWorker:
             self._renew(plan.renew, now)
         for ask in plan.opens:
             tokens = list(unpack_tokens(ask.tokens))
-            entry = self._entries[ask.key] = _Entry(ask, tokens, self._store.open_rows())
+            rows = self._store.open_rows()
+            entry = self._entries[ask.key] = _Entry(ask, tokens, rows, known=len(tokens))
             self._waiting.append(entry)
         self._begin_waiting()
 
@@ -253,6 +258,15 @@ class StepWorker:
         """The one of the present weights."""
         return self._replicator
 
+    def evidence(self, key: TurnKey) -> TurnEvidence | None:
+        """What a turn has come to; None: there is none of that key, or none any more."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        session, layout = entry.ask.request.session, self._store.layout
+        told = entry.known, entry.loaded, entry.handle, entry.times
+        return TurnEvidence(session, entry.tokens, entry.rows, layout, *told)
+
     # Turns
 
     def _renew(self, weights: bytes, now: float) -> None:
@@ -274,6 +288,7 @@ class StepWorker:
                 self._waiting.append(entry)
                 continue
             continues = self._left.get(entry.ask.previous, NO_EPOCH)
+            entry.times.asked = entry.times.asked or now
             entry.pending = self._replicator.begin_turn(entry.ask.request, entry.tokens, continues=continues)
 
     def _ready(self, entry: _Entry, now: float) -> Ready | None:
@@ -287,6 +302,7 @@ class StepWorker:
             if self._is_busy_with_ourselves(entry, now):
                 self._ask_later(entry, now)
                 return None
+            entry.times.answered = now
             self._stage(entry)
         if entry.staging is not None and not entry.staging.done():
             return None
@@ -424,14 +440,16 @@ class StepWorker:
         return True
 
     def _loaded(self, ask: LoadAsk, *, well: bool) -> None:
+        entry = self._entries.get(ask.key)
         if well:
             self.counts.rows_loaded += ask.length - ask.start
+            if entry is not None:
+                entry.loaded, entry.times.loaded = ask.length - ask.start, time.monotonic()
             return
         self.counts.load_failures += 1
         self._failed.append(ask.key)
         size = self._store.block_size
         self._failed_blocks |= set(ask.blocks[ask.start // size : -(-ask.length // size)])
-        entry = self._entries.get(ask.key)
         if entry is not None:
             entry.spoilt = True
 

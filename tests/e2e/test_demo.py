@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.demo_runs import Demo, check
+from tests.e2e.vllm_stand_in import install
 from tests.nodes import until
 from tests.processes import die_with_parent
 
@@ -22,71 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-SECONDS = 500
-"""For one demo on a machine that does much else."""
-
-NAMES = {
-    *("tokens_equal", "kv_equal", "tamper_detected", "zombie_fenced"),
-    *("tokens_before_kill", "tokens_in_log", "tokens_recomputed"),
-    *("kill_to_next_token_ms", "detect_ms", "claim_ms", "catch_up_ms", "attach_ms", "first_token_ms"),
-    *("reprefill_ms", "ratio", "log", "model", "dtype"),
-}
-PARTS = ("detect_ms", "claim_ms", "catch_up_ms", "attach_ms", "first_token_ms")
 QUESTION = "What is a lighthouse for? Explain it to a child, in several sentences."
-
-
-@dataclass
-class Demo:
-    """Runs demos whose temporary files are in a folder of the test's own."""
-
-    folder: Path
-    columns: int = 80
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """A running demo."""
-        environment = {**os.environ, "TMPDIR": str(self.folder), "COLUMNS": str(self.columns)}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "consumers", "demo", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            preexec_fn=die_with_parent,
-        )
-        self.started.append(process)
-        return process
-
-    def run(self, *arguments: str) -> tuple[int, str, str]:
-        """Exit code, standard output, standard error."""
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=SECONDS)
-        return process.returncode, out, err
-
-    def figures(self, *arguments: str) -> dict[str, Any]:
-        """The JSON of a demo whose every claim held; nothing is left of it."""
-        code, out, err = self.run("--json", *arguments)
-        figures: dict[str, Any] = json.loads(out)
-        assert (0, "") == (code, err), figures
-        self.assert_nothing_left()
-        return figures
-
-    def left(self) -> list[str]:
-        """Command lines of processes that name our folder."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue  # it has just ended
-            if str(self.folder) in line:
-                found.append(line)
-        return found
-
-    def assert_nothing_left(self) -> None:
-        """No process, no file."""
-        until(lambda: not self.left(), what=f"the end of {self.left()}")
-        assert [] == list(self.folder.glob("kvlog-demo-*"))
 
 
 @pytest.fixture
@@ -96,9 +34,7 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
     folder.mkdir()
     demo = Demo(folder)
     yield demo
-    for process in demo.started:
-        process.kill()  # what a test that failed has left; its nodes die with it
-        process.communicate(timeout=60)
+    demo.close()
 
 
 def talkative_llama(folder: Path) -> Path:
@@ -113,21 +49,6 @@ def talkative_llama(folder: Path) -> Path:
     )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def check(figures: dict[str, Any], *, tokens: int) -> None:
-    """What holds of every demo, whatever engine and log."""
-    assert NAMES == set(figures)
-    claims = ("tokens_equal", "kv_equal", "tamper_detected", "zombie_fenced")
-    assert [True] * 4 == [figures[name] for name in claims]
-    assert 0 < figures["tokens_before_kill"] < tokens
-    assert figures["tokens_in_log"] > 0
-    assert figures["tokens_recomputed"] >= 1  # the last token's row is never attached
-    assert figures["kill_to_next_token_ms"] == pytest.approx(sum(figures[part] for part in PARTS), abs=0.01)
-    assert all(figures[part] > 0 for part in PARTS)
-    assert figures["ratio"] == pytest.approx(
-        figures["reprefill_ms"] / figures["kill_to_next_token_ms"], abs=0.01
-    )
 
 
 def test_demo_on_a_log_of_its_own_proves_every_claim_and_leaves_nothing(demo: Demo) -> None:
@@ -225,6 +146,44 @@ def test_demo_that_is_interrupted_leaves_no_process(demo: Demo, number: int, cod
     until(lambda: not demo.left(), what=f"the end of {demo.left()}")
     if number != signal.SIGKILL:
         demo.assert_nothing_left()
+
+
+@pytest.fixture
+def short_demo() -> Iterator[Demo]:
+    """A folder with a name so short that there is room for those of vLLM's sockets."""
+    demo = Demo(Path(tempfile.mkdtemp(prefix="kvlog-")))
+    yield demo
+    demo.close()
+    shutil.rmtree(demo.folder)
+
+
+def test_demo_on_servers_of_another_environment_proves_every_claim(short_demo: Demo, tmp_path: Path) -> None:
+    """What --engine vllm does, with a stand-in for vLLM: one server after the other, and nothing left in /dev/shm."""
+    python, model = install(tmp_path), tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"max_position_embeddings": 4096}')
+    engine = ("--engine", "vllm", "--vllm-python", str(python), "--model", str(model), "--prompt", QUESTION)
+    code, out, err = short_demo.run(*engine, "--tokens", "40")
+    assert (0, "") == (code, err), out
+    lines = out.splitlines()
+    assert [] == [
+        line
+        for line in lines
+        if len(line) > 80 and str(short_demo.folder) not in line and str(python) not in line
+    ]
+    starts = [number for number, line in enumerate(lines) if line.startswith("starting node")]
+    assert [line[:15] for line in lines if line.startswith("starting node")] == [
+        "starting node A",
+        "starting node B",
+        "starting node A",
+    ]
+    assert re.match(
+        r"node A   kvlogd \(pid \d+\) and vLLM \(pid \d+\), ready after \d+ s$", lines[starts[0] + 1]
+    )
+    assert 4 == out.count("✔ yes ")
+    assert "Every claim held." in out
+    short_demo.assert_nothing_left()
+    assert [] == list(Path("/dev/shm").glob("psm_stand-in-*"))
 
 
 def test_demo_that_cannot_be_had_says_so_in_a_sentence(demo: Demo, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from kvlog.engines.step_plan import TurnKey
 from kvlog.link.messages import UnloggedReason
 from tests.integration.fake_daemon import FakeDaemon, Knobs
 from tests.integration.one_request import wait_for
@@ -66,6 +67,31 @@ def test_second_turn_loads_what_the_log_has(tmp_path):
         assert [row_of(second.tokens, p) for p in range(second.computed)] == engine.rows("b")
         assert_in_log(daemon, engine, "b", "s")
         assert engine.finish("b").loaded == 119
+
+
+def test_worker_bears_witness_of_a_turn(tmp_path):
+    """What it knew, what was loaded, what its blocks hold, what each part of the way took; nothing once it is over."""
+    with with_daemon(tmp_path / "s") as (_, engine):
+        first = engine.add("a", PROMPT, "s")
+        engine.run_until("a", 120)
+        told = engine.worker.evidence(TurnKey(1))
+        assert told is not None
+        assert (100, 0, 0.0) == (told.known, told.loaded, told.times.attach_ms)
+        engine.finish("a")
+        engine.step(3)
+        assert engine.worker.evidence(TurnKey(1)) is None
+        engine.add("b", [*first.tokens, 7, 8], "s")
+        engine.run_until("b", 130)
+        told = engine.worker.evidence(TurnKey(2))
+        assert told is not None
+        assert ("s", len(first.tokens) + 2, 119) == (told.session, told.known, told.loaded)
+        assert told.handle is not None
+        assert told.handle.logged
+        assert told.times.open_ms > 0
+        assert told.times.attach_ms > 0
+        rows = bytearray(told.rows.length * told.layout.row_bytes)
+        told.rows.copy_rows(0, memoryview(rows))
+        assert b"".join(engine.rows("b")) == rows
 
 
 def test_long_load_is_done_beside_the_steps(tmp_path):

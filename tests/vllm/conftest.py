@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from consumers.process_group import shared_files_of
 from tests.vllm.fleet import Fleet
-from tests.vllm.servers import shared_memory_of, why_not
+from tests.vllm.servers import why_not
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,9 @@ def nothing_left() -> Iterator[None]:
     """
     before = _left()
     yield
-    held = shared_memory_of(Path("/proc").glob("[0-9]*"))  # by servers of somebody else, which live
+    held = shared_files_of(
+        int(path.name) for path in Path("/proc").glob("[0-9]*")
+    )  # by servers of somebody else, which live
     assert set() == _left() - before - held
 
 

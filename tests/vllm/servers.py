@@ -9,9 +9,9 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +22,17 @@ import httpx
 import numpy as np
 import pytest
 
+from consumers.process_group import living_members, shared_files
+from consumers.vllm_server import (
+    MODULE,
+    check_vllm,
+    free_port,
+    server_arguments,
+    server_environment,
+    transfer_config,
+)
 from kvlog.checksums import DIGEST_BYTES
+from kvlog.errors import ConfigError
 from kvlog.ids import Shard
 from kvlog.records import Claim, Delta
 from kvlog.wire.replayed import PREFIX_BYTES, read_head
@@ -30,7 +40,7 @@ from tests.nodes import until
 from tests.processes import die_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from consumers.demo_log import SessionStory
 
@@ -41,7 +51,6 @@ __all__ = [
     "logged_session",
     "rows_before",
     "run_vllm_python",
-    "shared_memory_of",
     "vllm_python",
     "why_not",
 ]
@@ -62,15 +71,11 @@ def why_not() -> str:
     python = vllm_python()
     if not python.exists():
         return f"no vLLM: {python} is not there; make venv-vllm makes it where the wheel can be had"
-    code = "import importlib.util as u; print(u.find_spec('vllm'))"
-    done = subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, check=False, preexec_fn=die_with_parent
-    )
-    return (
-        ""
-        if done.returncode == 0 and "." in done.stdout
-        else f"no vLLM in {python}: {done.stdout}{done.stderr[-200:]}"
-    )
+    try:
+        check_vllm(python, ROOT)
+    except ConfigError as error:
+        return f"no vLLM: {error.fields['problem']}"
+    return ""
 
 
 def run_vllm_python(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -88,35 +93,6 @@ def run_vllm_python(arguments: Sequence[str]) -> subprocess.CompletedProcess[str
     )
 
 
-def _members(group: int) -> list[Path]:
-    """Folders in /proc of a process group's living members; what has ended and waits for its parent is none."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, member_of = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(member_of) == group and state != "Z":
-                found.append(stat.parent)
-    return found
-
-
-def shared_memory_of(processes: Iterable[Path]) -> set[Path]:
-    """Files in /dev/shm that processes (their folders in /proc) have mapped or open.
-
-    By inode: a semaphore's maker has it mapped under the name that it had before it got its own.
-    """
-    held: set[int] = set()
-    for process in processes:
-        with suppress(OSError):
-            maps = (process / "maps").read_text().splitlines()
-            held |= {int(line.split(maxsplit=5)[4]) for line in maps if " /dev/shm/" in line}
-            held |= {file.stat().st_ino for file in (process / "fd").iterdir()}
-    found = set()
-    for file in Path("/dev/shm").iterdir():
-        with suppress(OSError):
-            found |= {file} if file.stat().st_ino in held else set()
-    return found
-
-
 class VllmServer:
     """One `vllm serve`, with the watched connector, or without any."""
 
@@ -130,7 +106,7 @@ class VllmServer:
         self.watch = folder / f"{name}-watch.jsonl"
         self._acked = folder / f"{name}-acked.json"
         self._fail_loads = folder / f"{name}-fail-loads"
-        self._temporary = folder / f"{name}-tmp"
+        self._temporary: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self, link: Path | None, *options: str, **extra: object) -> None:
@@ -141,51 +117,29 @@ class VllmServer:
             options: of `vllm serve`.
             extra: keys of kv_connector_extra_config.
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        arguments = [
-            *(
-                "--model",
-                str(self.model),
-                "--served-model-name",
-                "m",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-            ),
-            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", *options),
-        ]
+        port = free_port()
+        arguments = server_arguments(
+            self.model, port, "--dtype", "float32", "--max-model-len", "4096", *options
+        )
         if link is not None:
-            transfer = {
-                "kv_connector": "WatchedConnector",
-                "kv_connector_module_path": "tests.vllm.watched",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"link": str(link), **extra},
-            }
-            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+            arguments += [
+                "--kv-transfer-config",
+                transfer_config("tests.vllm.watched:WatchedConnector", link, extra),
+            ]
         self.url = f"http://127.0.0.1:{port}"
-        self._temporary.mkdir(exist_ok=True)
+        self._temporary = Path(tempfile.mkdtemp(prefix="kvlog-vllm-"))  # short: vLLM's sockets are in it
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
+            **server_environment(path=ROOT, witness=self.watch),
             "VLLM_CPU_OMP_THREADS_BIND": self._cores,
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache, /pause, /sleep
             "TMPDIR": str(self._temporary),
-            "KVLOG_TEST_WATCH": str(self.watch),
             "KVLOG_TEST_ACKED": str(self._acked),
             "KVLOG_TEST_FAIL_LOADS": str(self._fail_loads),
         }
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", *arguments],
+                [vllm_python(), "-m", MODULE, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -227,15 +181,16 @@ class VllmServer:
         process = self._process
         if process is None:
             return
-        left = shared_memory_of(_members(process.pid))
+        left = shared_files(process.pid)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         self._process = None
-        until(lambda: not _members(process.pid), seconds=_GONE_SECONDS, what=f"{self.name}'s processes gone")
+        until(lambda: not living_members(process.pid), seconds=_GONE_SECONDS, what=f"the end of {self.name}")
         for path in left:
             path.unlink(missing_ok=True)
-        shutil.rmtree(self._temporary)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def post(self, path: str, **query: str) -> dict[str, Any]:
         """POST without a body, as the endpoints of the development mode want it; the answer."""

@@ -1,7 +1,7 @@
-"""The connector, watched: runs inside vLLM's processes and writes what its blocks held and what it counted to a file.
+"""The connector with a witness that tells tests more, and lets them have loads fail.
 
-Digests are taken when a turn ends, before anything is written to its blocks: production code needs no door for tests.
-What was acknowledged is written after each step, with one write: it survives SIGKILL of its process.
+It tells a turn's tokens, the log's cursor, counts, and how long calls took; and after each step, with one write, what
+is acknowledged: that survives SIGKILL of its process.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ import json
 import os
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlog.engines.kv_digests import layer_digests
-from kvlog.engines.vllm import KvlogConnector
-from tests.processes import end_with_parent
+from kvlog.engines.vllm_witness import WitnessConnector
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from kvlog.engines.turn_evidence import TurnEvidence
 
 __all__ = ["WatchedConnector"]
 
@@ -33,18 +30,12 @@ _CALLS = (
 )
 
 
-class WatchedConnector(KvlogConnector):
-    """Appends one JSON line to KVLOG_TEST_WATCH for each turn that ends; each rank has a file of its own."""
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Tie the engine's and the worker's process to the server's: vLLM lets them run on without it."""
-        end_with_parent()
-        super().__init__(vllm_config, role, kv_cache_config)
+class WatchedConnector(WitnessConnector):
+    """Takes the time of its calls too; each rank has files of its own."""
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Look at the blocks of turns that end, then go on."""
-        for close in kv_connector_metadata.plan.closes:
-            self._say(close)
+        """Bear witness, and take the time of the rest."""
+        self.bear_witness(kv_connector_metadata)
         self._timed("handle_preemptions", kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -71,36 +62,24 @@ class WatchedConnector(KvlogConnector):
 
     def _timed(self, name: str, *args: Any, **kwargs: Any) -> None:
         began = time.perf_counter()
-        getattr(super(), name)(*args, **kwargs)
+        getattr(super(WitnessConnector, self), name)(*args, **kwargs)
         longest = self.__dict__.setdefault("watched_ms", dict.fromkeys(_CALLS, 0.0))
         longest[name] = max(longest[name], 1000 * (time.perf_counter() - began))
 
-    def _say(self, close: Any) -> None:
-        worker = self._working.worker
-        entry = worker._entries.get(close.key)
-        if entry is None:
-            return
-        layout = worker._replicator._identity.layout
-        rows, handle = entry.rows, entry.handle
-        line = {
-            "session": entry.ask.request.session,
-            "key": close.key,
-            "held": bool(close.held),
-            "length": rows.length,
-            "tokens": entry.tokens[: rows.length],
-            "digests": layer_digests(rows, layout, rows.length),
-            "logged": handle is not None and handle.logged,
+    def testimony(self, turn: TurnEvidence) -> dict[str, Any]:
+        """Tell more."""
+        told = super().testimony(turn)
+        handle, worker = turn.handle, self._working.worker
+        return told | {
+            "tokens": turn.tokens[: turn.rows.length],
+            "digests": told["kv_digests"].get(turn.rows.length, []),
             "log_from": None if handle is None else handle.log_from,
-            "reason": None if handle is None else str(handle.reason),
             "attach_length": None if handle is None else handle.attach_length,
             "worker": asdict(worker.counts),
-            "replicator": asdict(worker._replicator.counts),
-            "loads": asdict(worker._replicator.loads),
+            "replicator": asdict(worker.replicator.counts),
+            "loads": asdict(worker.replicator.loads),
             "longest_ms": self.__dict__.get("watched_ms"),
         }
-        watch = os.environ["KVLOG_TEST_WATCH"] + (f".{worker._shard}" if worker._shard else "")
-        with Path(watch).open("a") as file:
-            file.write(json.dumps(line) + "\n")
 
 
 def _fail(*_: Any) -> None:

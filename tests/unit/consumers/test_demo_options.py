@@ -41,6 +41,11 @@ def test_options_without_arguments_are_the_trained_model_on_a_log_of_its_own():
         (["--prompt", " "], "--prompt is empty."),
         (["--engine", "synthetic", "--model", "small"], "The synthetic engine has no model"),
         (["--engine", "synthetic", "--dtype", "float32"], "The synthetic engine has no model and no dtype."),
+        (["--vllm-python", "python"], "--vllm-python is of no use to the transformers engine."),
+        (
+            ["--vllm-python", "p", "--engine", "synthetic"],
+            "is of no use to the synthetic engine. Say --engine vllm",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused_with_a_sentence(arguments, said, capsys):
@@ -55,6 +60,9 @@ def test_options_that_do_not_fit_are_refused_with_a_sentence(arguments, said, ca
 def test_bfloat16_is_reported_and_not_exact():
     """Rows that are computed again may differ by rounding in bfloat16; the synthetic engine computes exactly."""
     assert not parse_options(["--dtype", "bfloat16"]).is_exact
+    assert [True, False] == [
+        parse_options(["--engine", "vllm", "--dtype", dtype]).is_exact for dtype in ("float32", "bfloat16")
+    ]
     assert parse_options(["--engine", "synthetic"]).is_exact
 
 
