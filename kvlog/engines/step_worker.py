@@ -12,6 +12,7 @@ waits or raises: whatever goes wrong with one turn ends that turn.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvlog.engines.paged_rows import PagedRows
+from kvlog.engines.staged_rows import StagedRows
 from kvlog.engines.step_plan import Dropped, Ready, StepReport
 from kvlog.ids import NO_EPOCH
 from kvlog.link.messages import UnloggedReason, unpack_tokens
@@ -78,40 +80,6 @@ class WorkerCounts:
     call_seconds_max: float = 0.0
 
 
-class _Staged:
-    """Verified rows in private memory: the RowCache that an attach is loaded into."""
-
-    def __init__(self, row_bytes: int, skip: int, length: int) -> None:
-        self._row_bytes = row_bytes
-        self._skip = skip * row_bytes
-        self._memory = memoryview(bytearray(max(0, length - skip) * row_bytes))
-        self._seen = 0
-
-    @property
-    def length(self) -> int:
-        """Rows that have come, the skipped ones too."""
-        return self._seen // self._row_bytes
-
-    def load_rows(self, rows: memoryview) -> None:
-        """Keep what lies beyond the skipped rows."""
-        at, self._seen = self._seen - self._skip, self._seen + len(rows)
-        if at + len(rows) > 0:
-            begin = max(0, -at)
-            self._memory[at + begin : at + len(rows)] = rows[begin:]
-
-    def rows(self, start: int, end: int) -> memoryview:
-        """Rows [start, end), start not among the skipped."""
-        return self._memory[start * self._row_bytes - self._skip : end * self._row_bytes - self._skip]
-
-    def copy_rows(self, start: int, out: memoryview) -> None:
-        """As RowCache has it."""
-        out[:] = self.rows(start, start + len(out) // self._row_bytes)
-
-    def cut(self, length: int) -> None:
-        """As RowCache has it."""
-        self._seen = min(self._seen, length * self._row_bytes)
-
-
 @dataclass(slots=True, eq=False)
 class _Entry:
     """One turn on this worker."""
@@ -121,7 +89,7 @@ class _Entry:
     rows: PagedRows
     pending: PendingTurn | None = None
     handle: TurnHandle | None = None
-    staging: Future[_Staged] | None = None
+    staging: Future[StagedRows] | None = None
     staged_bytes: int = 0
     reported: bool = False
     spoilt: bool = False
@@ -170,6 +138,7 @@ class StepWorker:
     def before_step(self, plan: StepPlan) -> None:
         """End and begin turns, before anything is written to blocks."""
         now = time.monotonic()
+        self._write_last(plan)
         for close in plan.closes:
             self._close(close, now)
         if plan.renew:
@@ -331,9 +300,18 @@ class StepWorker:
             return 0
         return entry.staging.result().length
 
-    def _unstage(self, entry: _Entry) -> None:
+    def _unstage(self, entry: _Entry, *, taken: bool = False) -> None:
+        """Forget what was staged, and, unless somebody has `taken` it, give its memory back."""
+        staging = entry.staging
         self._staged_bytes -= entry.staged_bytes
         entry.staging, entry.staged_bytes = None, 0
+        if staging is not None and not taken:
+            self._beside(_give_back, staging)
+
+    def _beside(self, do: Callable[..., object], *given: object) -> None:
+        """Not in a step; after `close` not at all: the process ends."""
+        with contextlib.suppress(RuntimeError):
+            self._stagers.submit(do, *given)
 
     def _close(self, close: CloseAsk, now: float) -> None:
         entry = self._entries.get(close.key)
@@ -347,8 +325,6 @@ class StepWorker:
         if close.held and entry.handle is not None:
             entry.until = now + self._options.hold_seconds
             return
-        if entry.handle is not None:
-            self._write([entry])
         self._end(entry, now)
 
     def _end(self, entry: _Entry, now: float) -> None:
@@ -390,18 +366,19 @@ class StepWorker:
 
     # Rows
 
-    def _take_staged(self, ask: LoadAsk) -> _Staged | None:
+    def _take_staged(self, ask: LoadAsk) -> StagedRows | None:
         """The verified rows of a load; None: they are not all there."""
         entry = self._entries.get(ask.key)
         if entry is None or entry.staging is None or not entry.staging.done():
             return None
-        staged = entry.staging
-        self._unstage(entry)
-        if staged.exception() is not None or staged.result().length < ask.length:
+        if entry.staging.exception() is not None or entry.staging.result().length < ask.length:
+            self._unstage(entry)
             return None
-        return staged.result()
+        staged = entry.staging.result()
+        self._unstage(entry, taken=True)
+        return staged
 
-    def _fill(self, ask: LoadAsk, staged: _Staged) -> bool:
+    def _fill(self, ask: LoadAsk, staged: StagedRows) -> bool:
         """Put rows into blocks. Returns: False if that failed: the blocks are computed instead."""
         began = time.perf_counter()
         try:
@@ -409,6 +386,8 @@ class StepWorker:
         except Exception:  # noqa: BLE001  # the adapter's top: generation never fails by it
             self.counts.faults += 1
             return False
+        finally:
+            self._beside(staged.close)
         self.counts.load_seconds += time.perf_counter() - began
         return True
 
@@ -439,6 +418,11 @@ class StepWorker:
         elif entry.handle is not None:
             entry.handle.release()
 
+    def _write_last(self, plan: StepPlan) -> None:
+        """Rows of turns whose blocks are given up now, all in one budget: many may end at once."""
+        ending = [self._entries.get(close.key) for close in plan.closes if not close.held]
+        self._write([entry for entry in ending if entry is not None])
+
     def _write(self, entries: list[_Entry]) -> None:
         active = [(entry.handle, entry.rows, entry.tokens) for entry in entries if entry.handle is not None]
         if active:
@@ -448,7 +432,12 @@ class StepWorker:
         return entry.handle is not None and entry.handle.may_write_more(entry.rows)
 
 
-def _stage(handle: TurnHandle, row_bytes: int, skip: int, length: int) -> _Staged:
-    staged = _Staged(row_bytes, skip, length)
+def _stage(handle: TurnHandle, row_bytes: int, skip: int, length: int) -> StagedRows:
+    staged = StagedRows(row_bytes, skip, length)
     handle.load_into(staged)
     return staged
+
+
+def _give_back(staging: Future[StagedRows]) -> None:
+    if staging.exception() is None:
+        staging.result().close()
