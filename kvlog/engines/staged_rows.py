@@ -20,6 +20,8 @@ class StagedRows:
         row_bytes: size of a row.
         skip: rows that the engine has itself.
         length: rows that may come, the skipped ones too.
+
+    `seconds`: what copying and verifying them took, for whoever counts.
     """
 
     def __init__(self, row_bytes: int, skip: int, length: int) -> None:
@@ -29,6 +31,7 @@ class StagedRows:
         self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._memory = memoryview(self._mapping)
         self._seen = 0
+        self.seconds = 0.0
 
     @property
     def length(self) -> int:

@@ -23,9 +23,9 @@ class ConnectorSettings:
         wait_seconds: how long a request waits at most for its session before it is computed instead; > 0.
         hold_seconds: how long a finished request's blocks are held to write what is behind; ≥ 0.
         hold_blocks_share: of all blocks, the share that may be held so; 0 to 1.
-        step_bytes: rows that one step writes at most, beside one row a session; ≥ 1.
+        step_bytes: rows that one step writes at most, beside one row a session; less where they cost over 2 ms; ≥ 1.
         staging_bytes: verified rows that wait to be loaded, of all sessions; ≥ 0.
-        load_step_bytes: a load of more bytes is done beside the steps instead of in one; ≥ 0.
+        load_step_bytes: rows that are loaded within one step; a load that would make them more is done beside it; ≥ 0.
         any_version: serve a vLLM outside the tested window.
     """
 
@@ -35,7 +35,7 @@ class ConnectorSettings:
     hold_blocks_share: float = 0.1
     step_bytes: int = 2 << 20
     staging_bytes: int = 2 << 30
-    load_step_bytes: int = 8 << 20
+    load_step_bytes: int = 1 << 20
     any_version: bool = False
 
     @classmethod

@@ -38,7 +38,11 @@ _OPTIONS: Final = {
     "b": ("--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "1024"),
     "c": ("--speculative-config", json.dumps(_NGRAM)),
 }
-_EXTRA: Final[dict[str, dict[str, object]]] = {"a": {}, "b": {"load_step_bytes": 0}, "c": {}}
+_EXTRA: Final[dict[str, dict[str, object]]] = {
+    "a": {"load_step_bytes": 8 << 20},
+    "b": {"load_step_bytes": 0},
+    "c": {},
+}
 
 _TOKENS_MAX: Final = {"a": 4096, "b": 1024, "c": 4096}
 

@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvlog.engines.kv_digests import layer_digests
 from kvlog.engines.vllm import KvlogConnector
+from tests.vllm.call_times import CallTimes
 
 __all__ = ["WatchedConnector"]
-
-_CALLS = (
-    "handle_preemptions",
-    "start_load_kv",
-    "wait_for_save",
-    "get_finished",
-    "build_connector_worker_meta",
-)
 
 
 class WatchedConnector(KvlogConnector):
@@ -43,11 +35,19 @@ class WatchedConnector(KvlogConnector):
         """Take the time."""
         self._timed("wait_for_save")
 
-    def _timed(self, name: str, *args: Any, **kwargs: Any) -> None:
-        began = time.perf_counter()
-        getattr(super(), name)(*args, **kwargs)
-        longest = self.__dict__.setdefault("watched_ms", dict.fromkeys(_CALLS, 0.0))
-        longest[name] = max(longest[name], 1000 * (time.perf_counter() - began))
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        """Take the time."""
+        return self._timed("get_finished", finished_req_ids)
+
+    def build_connector_worker_meta(self) -> Any:
+        """Take the time."""
+        return self._timed("build_connector_worker_meta")
+
+    def _timed(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, "call_times"):
+            self.call_times = CallTimes()
+        with self.call_times.timed(name):
+            return getattr(super(), name)(*args, **kwargs)
 
     def _say(self, close: Any) -> None:
         worker = self._working.worker
@@ -70,7 +70,8 @@ class WatchedConnector(KvlogConnector):
             "worker": asdict(worker.counts),
             "replicator": asdict(worker._replicator.counts),
             "loads": asdict(worker._replicator.loads),
-            "longest_ms": self.__dict__.get("watched_ms"),
+            "longest_ms": self.call_times.longest_ms,
+            "call_times": self.call_times.told(),
         }
         with Path(os.environ["KVLOG_TEST_WATCH"]).open("a") as file:
             file.write(json.dumps(line) + "\n")
