@@ -78,7 +78,7 @@ def copy_attached(
     _check(pool, geometry, attachment)
     row_bytes, done, since = attachment.row_bytes, 0, 0
     theirs, ours = np.frombuffer(pool, np.uint8), np.empty(geometry.block_bytes, np.uint8)
-    private = memoryview(ours)
+    private = ours.data
     for block in attachment.blocks:
         at, size = block.index * geometry.block_bytes, block.rows * row_bytes
         ours[:size] = theirs[at : at + size]

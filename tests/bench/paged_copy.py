@@ -105,7 +105,7 @@ class _Cache:
 
     def _place(self, number: int, count: int) -> memoryview:
         at = number * count % (8 * _SIZE - count + 1)
-        return memoryview(self._rows[at : at + count].reshape(-1))
+        return self._rows[at : at + count].reshape(-1).data
 
     def _us(self, do: Callable[[int], None]) -> list[float]:
         """µs of each try, the first one apart; what the caches held is gone before each."""

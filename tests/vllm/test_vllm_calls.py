@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tests.nodes import until
@@ -27,9 +29,12 @@ def test_no_call_takes_long_while_the_daemon_is_killed_under_load(fleet: Fleet) 
             assert answer.error is None, answer.error
             shown[index] = len(answer.tokens)
 
+    def all_have(many: int) -> bool:
+        return min(shown.values()) >= many
+
     def kill() -> None:
         for many in KILL_AT:
-            until(lambda many=many: min(shown.values()) >= many, seconds=300, what=f"{many} tokens of each")
+            until(partial(all_have, many), seconds=300, what=f"{many} tokens of each")
             assert node.daemon.daemon is not None
             node.daemon.daemon.stop(9)
             node.daemon.launch_daemon()
