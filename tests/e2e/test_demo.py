@@ -167,23 +167,23 @@ def test_demo_shows_the_same_sentence_going_on_within_80_columns(demo: Demo, tmp
     assert 0 == timeline["exit_code"], timeline
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_demo_on_a_random_llama_loads_the_very_bytes_in_every_layer(
-    demo: Demo, tmp_path: Path, dtype: str
+def test_demo_on_a_random_llama_in_bfloat16_loads_the_very_bytes_in_every_layer(
+    demo: Demo, tmp_path: Path
 ) -> None:
-    """A real transformers cache comes back bit for bit, in both dtypes; in float32 the tokens must be equal too."""
+    """A transformers cache comes back bit for bit in bf16 too; that its tokens are equal is reported, not a claim."""
     model = talkative_llama(tmp_path / "llama")
-    arguments = ("--model", str(model), "--dtype", dtype, "--tokens", "40", "--prompt", QUESTION)
+    arguments = ("--model", str(model), "--dtype", "bfloat16", "--tokens", "40", "--prompt", QUESTION)
     figures = demo.figures(*arguments)
-    check({**figures, "tokens_equal": True} if dtype == "bfloat16" else figures, tokens=40)
-    assert (str(model.name), dtype) == (figures["model"], figures["dtype"])
+    check({**figures, "tokens_equal": True}, tokens=40)
+    assert (str(model.name), "bfloat16") == (figures["model"], figures["dtype"])
 
 
 @pytest.mark.model
 def test_demo_on_the_trained_model_proves_every_claim(demo: Demo) -> None:
-    """What `make demo` shows, with a shorter answer."""
+    """What `make demo` shows, in float32, with a shorter answer."""
     figures = demo.figures("--tokens", "40")
     check(figures, tokens=40)
+    assert "float32" == figures["dtype"]
     assert figures["tokens_in_log"] > 500
     assert figures["ratio"] > 1  # rows of 600 tokens are copied sooner than computed
 

@@ -6,7 +6,6 @@ import errno
 import os
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,14 +107,11 @@ def test_replicator_turn_closed_while_its_answer_is_taken_is_kept_nowhere(tmp_pa
 
 
 def test_replicator_that_leaves_has_said_where_its_last_turn_ended(tmp_path):
-    """An engine that stops in good order tells the end of its turns; a slow daemon hears it too."""
+    """An engine that stops in good order tells the end of its turns before its link ends."""
     with linked(tmp_path / "s") as (running, replicator):
         engine = Engine(replicator)
         engine.step(3)
-        slow = threading.Thread(target=running.call, args=(lambda: time.sleep(0.2),))
-        slow.start()
         engine.close()
         replicator.close()
-        slow.join()
         wait_for(lambda: running.daemon.causes)
         assert [engine.cache.length] == [turn.closed_at for turn in running.daemon.turns.values()]

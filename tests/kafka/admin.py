@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from aiokafka.protocol.admin import (
@@ -19,7 +20,7 @@ from kvlog.log.kafka_link import KafkaLink
 from kvlog.log.kafka_options import KafkaOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
 __all__ = ["Admin"]
 
@@ -72,7 +73,10 @@ class _CreateAcls(Request[_CreateAclsRequest]):
 
 
 class Admin:
-    """An administrator's connection. `close` it."""
+    """An administrator's connection. `close` it.
+
+    The controller answers before the brokers know of a change; who goes on waits here until it is to be seen.
+    """
 
     def __init__(self, bootstrap: str) -> None:
         self._link = KafkaLink(KafkaOptions(bootstrap=bootstrap, client_id="admin", timeout_seconds=20))
@@ -82,11 +86,13 @@ class Admin:
         row: tuple[object, ...] = (topic, partitions, 1, [], list((config or {}).items()))
         response = await self._link.send(None, CreateTopicsRequest([row], TIMEOUT_MS, False))
         assert response.topic_errors[0][1] == 0, response
+        await self._seen(lambda: self._has_partitions(topic, partitions))
 
     async def delete(self, topic: str) -> None:
         """Deletes a topic."""
         response = await self._link.send(None, DeleteTopicsRequest([topic], TIMEOUT_MS))
         assert response.topic_error_codes[0][1] == 0, response
+        await self._seen(lambda: self._has_partitions(topic, 0))
 
     async def recreate(self, topic: str, partitions: int, config: Mapping[str, str] | None = None) -> None:
         """Deletes a topic and makes an empty one under the same name."""
@@ -118,6 +124,7 @@ class Admin:
         """Replaces a topic's own settings."""
         response = await self._link.send(None, AlterConfigsRequest([(TOPIC, topic, list(config.items()))]))
         assert response.resources[0][0] == 0, response
+        await self._seen(lambda: self._has_config(topic, config))
 
     async def add_partitions(self, topic: str, total: int) -> None:
         """Gives a topic more partitions."""
@@ -125,6 +132,7 @@ class Admin:
             None, CreatePartitionsRequest([(topic, (total, None))], TIMEOUT_MS, False)
         )
         assert response.topic_errors[0][1] == 0, response
+        await self._seen(lambda: self._has_partitions(topic, total))
 
     async def delete_records(self, topic: str, partition: int, before: int) -> None:
         """Deletes a partition's records below an offset."""
@@ -142,6 +150,18 @@ class Admin:
         ]
         response = await self._link.send(None, _CreateAcls(rows))
         assert {0} == {code for code, _ in response.results}, response
+
+    async def _has_partitions(self, topic: str, count: int) -> bool:
+        seen = await self._link.describe(topic)
+        return (0 if seen is None else len(seen.leaders)) == count
+
+    async def _has_config(self, topic: str, wanted: Mapping[str, str]) -> bool:
+        return wanted.items() <= (await self.config(topic)).items()
+
+    async def _seen(self, condition: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(TIMEOUT_MS / 1000):
+            while not await condition():  # noqa: ASYNC110  # Kafka tells nobody
+                await asyncio.sleep(0.01)
 
     async def close(self) -> None:
         """Closes the connection."""

@@ -80,7 +80,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def functions(module: Module) -> Iterator[Function]:
     """Yields every function and method of a module, nested ones too."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, Function):
             yield node
 
@@ -101,7 +101,7 @@ def _too_large(module: Module) -> Iterator[str]:
         count = len(_parameters(function))
         if count > PARAMETERS_MAX:
             yield f":{function.lineno} {function.name} takes {count} parameters, more than {PARAMETERS_MAX}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ClassDef) and module.is_production:
             methods = [
                 inner for inner in node.body if isinstance(inner, Function) and _is_public_method(inner)
@@ -114,7 +114,7 @@ def _is_of_a_foreign_base(node: ast.ClassDef, module: Module) -> bool:
     """Says whether a class implements another package's interface: how many methods that has is not ours to choose."""
     foreign = {
         alias.asname or alias.name
-        for found in ast.walk(module.tree)
+        for found in module.nodes
         if isinstance(found, ast.ImportFrom) and found.module and found.level == 0
         if found.module.split(".")[0] not in {*PACKAGES, *sys.stdlib_module_names}
         for alias in found.names
@@ -163,13 +163,13 @@ def _impurities(module: Module, tree: Tree) -> Iterator[tuple[int, str]]:
             if name in IMPURE_CALLS:
                 yield line, f"{layer} may not call {name}"
     if layer in SYNCHRONOUS_LAYERS:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
                 yield node.lineno, f"{layer} may not be asynchronous"
 
 
 def _names_called(module: Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             yield node.lineno, node.func.id
 
@@ -189,7 +189,7 @@ def _banned(module: Module, tree: Tree) -> Iterator[tuple[int, str, str]]:
     for found in imports(module, tree):
         if found.target in banned:
             yield found.line, found.target, banned[found.target]
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and ast.unparse(node) in banned:
             yield node.lineno, ast.unparse(node), banned[ast.unparse(node)]
         if isinstance(node, ast.ImportFrom):
@@ -226,7 +226,7 @@ def _is_started_from_outside(module: Module) -> bool:
 
 
 def _strings(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 

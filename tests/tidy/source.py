@@ -11,10 +11,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["PACKAGES", "PRODUCTION", "ROOT", "Import", "Module", "Tree", "example", "imports", "real_tree"]
 
@@ -25,12 +21,13 @@ PACKAGES = (*PRODUCTION, "tests")
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One Python file, read and parsed."""
+    """One Python file, read and parsed; `nodes`: all of its tree, for the many rules that walk it."""
 
     name: str
     path: str
     text: str
     tree: ast.Module = field(repr=False, compare=False)
+    nodes: tuple[ast.AST, ...] = field(repr=False, compare=False)
 
     @property
     def is_package(self) -> bool:
@@ -68,7 +65,8 @@ def module_name(path: str) -> str:
 
 def parse(path: str, text: str) -> Module:
     """Parses one file."""
-    return Module(name=module_name(path), path=path, text=text, tree=ast.parse(text, filename=path))
+    tree = ast.parse(text, filename=path)
+    return Module(module_name(path), path, text, tree, nodes=tuple(ast.walk(tree)))
 
 
 def example(**files: str) -> Tree:
@@ -94,28 +92,36 @@ def real_tree() -> Tree:
 
 def imports(module: Module, tree: Tree) -> list[Import]:
     """Lists what a module imports, wherever in the file and for whatever reason (type checking included)."""
-    return sorted(set(_imports(module, tree)))
+    return sorted(
+        {
+            Import(whole if whole in tree else base, line, for_types_only)
+            for base, whole, line, for_types_only in _imports(module)
+        }
+    )
 
 
-def _imports(module: Module, tree: Tree) -> Iterator[Import]:
-    typing_nodes = _nodes_for_types_only(module.tree)
-    for node in ast.walk(module.tree):
+@cache
+def _imports(module: Module) -> tuple[tuple[str, str, int, bool], ...]:
+    """Lists a file's imports once, however many rules ask: what a name comes from, its whole name, line, for types."""
+    typing_nodes = _nodes_for_types_only(module)
+    found: list[tuple[str, str, int, bool]] = []
+    for node in module.nodes:
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, node.lineno, node in typing_nodes)
+            found += [(alias.name, alias.name, node.lineno, node in typing_nodes) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = _base(node, module)
-            for alias in node.names:
-                whole = f"{base}.{alias.name}"
-                yield Import(whole if whole in tree else base, node.lineno, node in typing_nodes)
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            found += [(base, name, node.lineno, node in typing_nodes) for name in names]
         elif isinstance(node, ast.Call) and _is_import_call(node):
-            yield Import(_constant(node.args[0]), node.lineno)
+            name = _constant(node.args[0])
+            found.append((name, name, node.lineno, False))
+    return tuple(found)
 
 
-def _nodes_for_types_only(tree: ast.Module) -> set[ast.AST]:
+def _nodes_for_types_only(module: Module) -> set[ast.AST]:
     blocks = [
         node
-        for node in ast.walk(tree)
+        for node in module.nodes
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     ]
     return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
@@ -130,8 +136,10 @@ def _base(node: ast.ImportFrom, module: Module) -> str:
 
 
 def _is_import_call(node: ast.Call) -> bool:
+    if not node.args or not isinstance(node.func, (ast.Name, ast.Attribute)):
+        return False
     called = ast.unparse(node.func)
-    return called in {"importlib.import_module", "import_module", "__import__"} and bool(node.args)
+    return called in {"importlib.import_module", "import_module", "__import__"}
 
 
 def _constant(node: ast.expr) -> str:

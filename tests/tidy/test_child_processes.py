@@ -21,7 +21,7 @@ def orphans(tree: Tree) -> list[str]:
         f"{module.path}:{node.lineno} a child outlives the tests, pass preexec_fn=die_with_parent"
         for module in tree.values()
         if not module.is_production
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Call) and _starts(node.func) and not _dies(node)
     ]
 

@@ -85,7 +85,7 @@ def unknown_errors(tree: Tree) -> list[str]:
 
 
 def _docstrings(module: Module) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Module | ast.ClassDef | Function):
             text = ast.get_docstring(node)
             if text is not None:
@@ -146,6 +146,7 @@ def unnumbered_todos(tree: Tree) -> list[str]:
     found = [
         f"{module.path}:{token.start[0]} {token.string.strip()}"
         for module in tree.values()
+        if pattern.search(module.text)  # reading tokens takes long
         for token in tokenize.generate_tokens(io.StringIO(module.text).readline)
         if token.type == tokenize.COMMENT and pattern.search(token.string)
     ]
