@@ -56,13 +56,15 @@ def view_plane(part: npt.NDArray[np.generic], order: PlaneOrder) -> npt.NDArray[
         part: pages. Shape: [layers, blocks, heads, page size].
         order: of the plane.
 
-    Shape: [layers, blocks, heads, start, *sizes], a view.
+    Shape: [blocks, start, layers, heads, *sizes], a view.
     """
     digits = tuple(zip(order.sizes, order.strides, strict=True))
     reach = sum((size - 1) * stride for size, stride in digits)
-    *outer, element = part.strides
-    shape = (*part.shape[:-1], part.shape[-1] - reach, *order.sizes)
-    return as_strided(part, shape, (*outer, element, *(stride * element for stride in order.strides)))
+    layers, blocks, heads, page = part.shape
+    a_layer, a_block, a_head, element = part.strides
+    shape = (blocks, page - reach, layers, heads, *order.sizes)
+    outer = (a_block, element, a_layer, a_head)
+    return as_strided(part, shape, (*outer, *(stride * element for stride in order.strides)))
 
 
 def _plane_order(plane: npt.NDArray[np.int64]) -> PlaneOrder | None:

@@ -83,7 +83,9 @@ class PagedStore:
         assert first.shape[1:] == pages, "pages that the map describes"
         assert len(layers) == layout.layers, "a view a layer"
         assert first.itemsize == DTYPE_BYTES[layout.dtype], "elements of the layout's dtype"
-        self._layout = layout
+        self._row_bytes = layout.row_bytes
+        self._shape = (-1, layout.layers, layout.planes, layout.kv_heads, layout.head_dim)
+        self._word = np.dtype(_WORDS[DTYPE_BYTES[layout.dtype]])
         self._map = page_map
         self._layers = tuple(layers)
         self._parts = _parts(self._layers)
@@ -103,7 +105,7 @@ class PagedStore:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return self._layout.row_bytes
+        return self._row_bytes
 
     def gather(self, blocks: Sequence[int], start: int, out: memoryview) -> None:
         """Copy rows [start, start + len(out) / row_bytes) of a block table into `out`, token-major.
@@ -124,16 +126,18 @@ class PagedStore:
             self._copy_run(source[at : at + count], block, first, into_cache=True)
 
     def _copy_run(self, rows: npt.NDArray[np.generic], block: int, first: int, *, into_cache: bool) -> None:
-        layer = 0
+        layer, orders = 0, self._map.orders
         for part, views in zip(self._parts, self._views, strict=True):
             some = rows[:, layer : layer + len(part)]
             layer += len(part)
-            if self._map.orders is None:
+            if orders is None:
                 self._copy_indexed(some, part[:, block], first, into_cache=into_cache)
                 continue
-            for plane, (order, view) in enumerate(zip(self._map.orders, views, strict=True)):
-                ours = some[:, :, plane].reshape((*some.shape[:2], some.shape[3], *order.sizes))
-                _copy_plane(ours, view[:, block], (order, first), into_cache=into_cache)
+            for plane, view in enumerate(views):
+                order, ours = orders[plane], some[:, :, plane]
+                if len(order.sizes) > 1:
+                    ours = ours.reshape((*ours.shape[:3], *order.sizes))
+                _copy_plane(ours, view[block], (order, first), into_cache=into_cache)
 
     def _copy_indexed(
         self, rows: npt.NDArray[np.generic], pages: npt.NDArray[np.generic], first: int, *, into_cache: bool
@@ -157,10 +161,8 @@ class PagedStore:
 
     def _as_rows(self, data: memoryview) -> npt.NDArray[np.generic]:
         """View whole rows as [n, layers, planes, heads, dim]."""
-        layout = self._layout
-        assert len(data) % layout.row_bytes == 0, "whole rows"
-        shape = (-1, layout.layers, layout.planes, layout.kv_heads, layout.head_dim)
-        return np.frombuffer(data, _WORDS[DTYPE_BYTES[layout.dtype]]).reshape(shape)
+        assert len(data) % self._row_bytes == 0, "whole rows"
+        return np.frombuffer(data, self._word).reshape(self._shape)
 
 
 class PagedRows:
@@ -221,20 +223,18 @@ class PagedRows:
 
 def _copy_plane(
     rows: npt.NDArray[np.generic],
-    pages: npt.NDArray[np.generic],
+    page: npt.NDArray[np.generic],
     at: tuple[PlaneOrder, int],
     *,
     into_cache: bool,
 ) -> None:
-    """One plane of a run: [n, layers, heads, *sizes] on one side, [layers, heads, start, *sizes] on the other."""
-    order, first = at
-    if not order.step:
-        for index, start in enumerate(order.starts[first : first + len(rows)]):
-            _copy(rows[index], pages[:, :, start], into_cache=into_cache)
+    """One plane of a run: [n, layers, heads, *sizes] on one side, [start, layers, heads, *sizes] on the other."""
+    (order, first), count = at, len(rows)
+    if count == 1 or not order.step:
+        for index, start in enumerate(order.starts[first : first + count]):
+            _copy(rows[index], page[start], into_cache=into_cache)
         return
-    begin = order.starts[first]
-    end = order.starts[first + len(rows) - 1] + 1
-    cached = pages[:, :, begin : end : order.step].transpose(2, 0, 1, *range(3, pages.ndim))
+    cached = page[order.starts[first] : order.starts[first + count - 1] + 1 : order.step]
     if rows.size < _BY_LAYER * rows.shape[1]:
         _copy(rows, cached, into_cache=into_cache)
         return
