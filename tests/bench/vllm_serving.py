@@ -51,7 +51,7 @@ def measure_vllm(setting: Setting) -> list[Row]:
     model = ensure_model().path
     node = start_daemon(folder, "a")
     ours, theirs = VllmServer(folder, "ours", model), VllmServer(folder, "null", model)
-    rounds = 1 if setting.quick else 4
+    rounds = 1 if setting.quick else 3
     rows: list[Row] = []
     try:
         launch_timed(ours, "TimedKvlog", folder / "a.sock")

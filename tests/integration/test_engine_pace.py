@@ -35,7 +35,7 @@ def test_rows_that_are_dear_to_copy_are_written_over_more_steps(tmp_path):
         engine = Engine(replicator, tokens=[1] * 400)
         engine.compute()
         written = []
-        while engine.handle.cursor < engine.cache.length:
+        while replicator.counts.rows < engine.cache.length:
             before = replicator.counts.rows
             replicator.after_step([(engine.handle, DearCache(engine.cache), engine.tokens)])
             written.append(replicator.counts.rows - before)
