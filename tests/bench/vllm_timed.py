@@ -1,7 +1,9 @@
 """Runs inside vLLM's processes: kvlog's connector and one that does nothing, each with the time of its calls by step.
 
 Each process appends to a file of its own, KVLOG_BENCH_STEPS-ROLE: two float64 a step, seconds of wall and of processor
-time in all calls of the connector. `save_kv_layer` and `wait_for_layer_load`, which neither uses, are left out.
+time in all calls of the connector. Only steps that compute something: an engine turns over empty ones as long as a
+request waits. `save_kv_layer` and `wait_for_layer_load`, which neither uses, are not timed; the latter tells the worker
+that this step computes.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class _Meter:
     def __init__(self) -> None:
         self._wall = self._busy = 0.0
         self._steps = array("d")
+        self.computes = False
 
     def add(self, wall: float, busy: float, role: str | None) -> None:
         """Add a call; the last one of a step ends it."""
@@ -60,8 +63,10 @@ class _Meter:
         self._busy += busy
         if role is None:
             return
-        self._steps.extend((self._wall, self._busy))
+        if self.computes:
+            self._steps.extend((self._wall, self._busy))
         self._wall = self._busy = 0.0
+        self.computes = False
         if len(self._steps) >= 2 * _STEPS_AT_ONCE:
             with Path(f"{os.environ['KVLOG_BENCH_STEPS']}-{role}").open("ab") as file:
                 self._steps.tofile(file)
@@ -76,6 +81,8 @@ def _timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if role == "scheduler":
+            _METER.computes = args[1].total_num_scheduled_tokens > 0
         busy, wall = time.thread_time(), time.perf_counter()
         try:
             return method(*args, **kwargs)
@@ -96,6 +103,10 @@ def _metered(connector: type) -> type:
 class TimedKvlog(KvlogConnector):
     """Ours."""
 
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """This step computes."""
+        _METER.computes = True
+
 
 @_metered
 class TimedNull(KVConnectorBase_V1, SupportsHMA):
@@ -105,7 +116,8 @@ class TimedNull(KVConnectorBase_V1, SupportsHMA):
         """Nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing."""
+        """This step computes."""
+        _METER.computes = True
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing."""
