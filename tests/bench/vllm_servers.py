@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ROW_BYTES", "launch_timed", "processor_seconds", "start_daemon"]
 
-ROW_BYTES: Final = 30 * 2 * 3 * 64 * 2
-"""SmolLM2-135M in bfloat16: layers, K and V, heads, dimensions, bytes."""
+ROW_BYTES: Final = 30 * 2 * 3 * 64 * 4
+"""SmolLM2-135M in float32: layers, K and V, heads, dimensions, bytes."""
 
 _STEPS: Final = "KVLOG_BENCH_STEPS"
 _UTIME_AT, _GROUP_AT = 11, 2
@@ -46,7 +46,7 @@ def launch_timed(server: VllmServer, connector: str, link: Path | None) -> None:
         "kv_connector_extra_config": {} if link is None else {"link": str(link)},
     }
     os.environ[_STEPS] = str(server.folder / f"{server.name}-steps")
-    options = ("--kv-transfer-config", json.dumps(transfer), "--dtype", "bfloat16", "--max-num-seqs", "16")
+    options = ("--kv-transfer-config", json.dumps(transfer), "--dtype", "float32", "--max-num-seqs", "16")
     server.launch(None, *options)
 
 
