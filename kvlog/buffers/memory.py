@@ -18,6 +18,8 @@ import os
 import stat
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from kvlog.buffers.available import available_bytes
 from kvlog.errors import ConfigError, DecodeError
 
@@ -121,7 +123,8 @@ def attach(fd: int, *, writable: bool, bytes_min: int = 1) -> SealedMemory:
 
     Args:
         fd: stays the caller's, who may close it at once.
-        writable: ask for write access too; all pages are then mapped at once, so that no later write takes a fault.
+        writable: ask for write access too; all pages are then mapped before this returns, so that no later write takes
+            a fault. It may take a millisecond a MiB, and other threads run meanwhile.
         bytes_min: what must be there.
 
     Raises:
@@ -132,15 +135,25 @@ def attach(fd: int, *, writable: bool, bytes_min: int = 1) -> SealedMemory:
         raise DecodeError(
             problem="shared memory is too short", bytes_expected=bytes_min, bytes_actual=size_bytes
         )
-    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     own = os.dup(fd)
     try:
-        mapping = mmap.mmap(own, size_bytes, flags, prot)
+        mapping = mmap.mmap(own, size_bytes, mmap.MAP_SHARED, prot)
     except OSError as error:
         os.close(own)
         raise DecodeError(problem=f"shared memory cannot be mapped: {error.strerror}") from error
+    if writable:
+        _touch(mapping)
     return SealedMemory(own, mapping, writable=writable)
+
+
+def _touch(mapping: mmap.mmap) -> None:
+    """Read a byte of each page, which maps it; of shared memory for writing too.
+
+    Not MAP_POPULATE: Python holds its lock for as long as mmap takes, and an engine's steps stand still for the 67 ms
+    that 64 MiB took. numpy copies without it.
+    """
+    np.frombuffer(mapping, np.uint8)[:: mmap.PAGESIZE].copy()
 
 
 def _check_room(size_bytes: int, setting: str) -> None:

@@ -242,6 +242,11 @@ class DeviceStore:
         self._slots = [self._new_slot() for _ in range(options.slots)]
 
     @property
+    def layout(self) -> Layout:
+        """Of a row."""
+        return self._layout
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return self._layout.row_bytes

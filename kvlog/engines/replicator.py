@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvlog.engines.engine_link import EngineLink
+from kvlog.engines.step_pace import StepPace
 from kvlog.engines.stepwrite import RowSource, StepBudget
 from kvlog.engines.turn_state import Closed, Logged, TurnState, Unlogged
 from kvlog.engines.turns import LoadCounts, PendingTurn, TurnHandle
@@ -69,6 +70,7 @@ class ReplicatorOptions:
         socket: the daemon's unix socket.
         engine: kind and version, for people.
         step_bytes: rows that one step writes at most; what is behind that catches up over several steps.
+        step_seconds: processor time that one step's rows may take, beside one row of each turn; see StepPace.
         close_bytes: rows that `close_turn` writes at a time, holding the ring's lock against the step.
         close_seconds: how long a finished request's cache is held to write what is behind.
         answer_seconds: what a daemon may take to answer beyond the time it was given for the claim.
@@ -80,6 +82,7 @@ class ReplicatorOptions:
     socket: Path
     engine: str = "kvlog"
     step_bytes: int = 8 << 20
+    step_seconds: float = 0.002
     close_bytes: int = 1 << 20
     close_seconds: float = 2.0
     answer_seconds: float = 1.0
@@ -125,6 +128,7 @@ class Replicator:
         self._stopping = False
         self._thread = threading.Thread(target=self._supervise, name="kvlog-replicator", daemon=True)
         self._step = 0
+        self._pace = StepPace(options.step_seconds, options.step_bytes)
         self.counts = ReplicationCounts()
         self.loads = LoadCounts()
 
@@ -257,7 +261,9 @@ class Replicator:
             if isinstance(phase, Logged) and phase.link is link:
                 sources.append(RowSource(phase.cursor, cache, tokens))
         if link is not None:
-            self._write(link, sources, self._options.step_bytes)
+            began = time.thread_time()
+            rows = self._write(link, sources, self._pace.bytes_now)
+            self._pace.took(rows * self.row_bytes, time.thread_time() - began)
 
     def _failed(self, error: Exception) -> None:
         """An error that no one foresaw: count it, and begin anew with another link."""

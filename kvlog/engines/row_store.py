@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvlog.engines.device_queue import Mark
+    from kvlog.layout import Layout
 
 __all__ = ["RowStore", "StepRows"]
 
@@ -45,6 +46,11 @@ class RowStore(Protocol):
     @property
     def block_size(self) -> int:
         """Positions in a block."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """Of a row."""
         ...
 
     @property

@@ -64,7 +64,7 @@ class PlannerOptions:
         wait_seconds: for the daemon's answer and the verified copy, before a request is computed instead.
         shards: workers that must say ready.
         held_blocks_max: blocks of finished requests that are kept for the log at a time.
-        rows_at_once_max: a load of more rows is done beside the steps instead of in one.
+        rows_at_once_max: rows that are loaded within one step; a load that would make them more is done beside it.
         instance: random bytes that no other engine has; what the workers call a turn, or new weights, begins with it.
     """
 
@@ -207,8 +207,9 @@ class StepPlanner:
         return max(0, min(length, len(tracked.request.tokens) - 1) - local)
 
     def is_beside(self, external: int) -> bool:
-        """A load of so many rows is done beside the steps."""
-        return external > self._options.rows_at_once_max
+        """A load of so many rows, beside those that are due in this step, is done beside the steps."""
+        due = sum(load.length - load.start for load in self._loads if not load.beside)
+        return due + external > self._options.rows_at_once_max
 
     def allocated(self, name: str, blocks: Sequence[int], external: int) -> None:
         """The request got blocks, and will be computed from `local + external` on."""

@@ -12,6 +12,7 @@ waits or raises: whatever goes wrong with one turn ends that turn.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from kvlog.engines.staged_rows import StagedRows, give_back, stage_rows
 from kvlog.engines.step_plan import Dropped, Ready, StepReport
 from kvlog.engines.turn_evidence import TurnEvidence, TurnTimes
 from kvlog.ids import NO_EPOCH
@@ -68,51 +70,19 @@ class WorkerOptions:
 class WorkerCounts:
     """What a worker has done since its start.
 
-    `rows_loaded`: verified and put into blocks. `load_failures`: loads whose blocks were given back to be computed.
-    `staging_refused`: attaches that the staging bound left out. `faults`: errors that nobody foresaw.
+    `rows_loaded`: verified, in `stage_seconds`, and put into blocks, in `load_seconds`. `load_failures`: loads whose
+    blocks were given back to be computed. `staging_refused`: attaches that the staging bound left out. `faults`:
+    errors that nobody foresaw.
     """
 
     rows_loaded: int = 0
+    stage_seconds: float = 0.0
     load_seconds: float = 0.0
     load_failures: int = 0
     staging_refused: int = 0
     turns_unlogged: int = 0
     faults: int = 0
     call_seconds_max: float = 0.0
-
-
-class _Staged:
-    """Verified rows in private memory: the RowCache that an attach is loaded into."""
-
-    def __init__(self, row_bytes: int, skip: int, length: int) -> None:
-        self._row_bytes = row_bytes
-        self._skip = skip * row_bytes
-        self._memory = memoryview(bytearray(max(0, length - skip) * row_bytes))
-        self._seen = 0
-
-    @property
-    def length(self) -> int:
-        """Rows that have come, the skipped ones too."""
-        return self._seen // self._row_bytes
-
-    def load_rows(self, rows: memoryview) -> None:
-        """Keep what lies beyond the skipped rows."""
-        at, self._seen = self._seen - self._skip, self._seen + len(rows)
-        if at + len(rows) > 0:
-            begin = max(0, -at)
-            self._memory[at + begin : at + len(rows)] = rows[begin:]
-
-    def rows(self, start: int, end: int) -> memoryview:
-        """Rows [start, end), start not among the skipped."""
-        return self._memory[start * self._row_bytes - self._skip : end * self._row_bytes - self._skip]
-
-    def copy_rows(self, start: int, out: memoryview) -> None:
-        """As RowCache has it."""
-        out[:] = self.rows(start, start + len(out) // self._row_bytes)
-
-    def cut(self, length: int) -> None:
-        """As RowCache has it."""
-        self._seen = min(self._seen, length * self._row_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +94,7 @@ class _Entry:
     rows: StepRows
     pending: PendingTurn | None = None
     handle: TurnHandle | None = None
-    staging: Future[_Staged] | None = None
+    staging: Future[StagedRows] | None = None
     staged_bytes: int = 0
     reported: bool = False
     spoilt: bool = False
@@ -176,6 +146,7 @@ class StepWorker:
     def before_step(self, plan: StepPlan) -> None:
         """End and begin turns, before anything is written to blocks."""
         now = time.monotonic()
+        self._write_last(plan)
         for close in plan.closes:
             self._close(close, now)
         if plan.renew:
@@ -343,18 +314,29 @@ class StepWorker:
             return
         entry.staged_bytes = wanted
         self._staged_bytes += wanted
-        entry.staging = self._stagers.submit(_stage, entry.handle, row_bytes, local, length)
+        entry.staging = self._stagers.submit(stage_rows, entry.handle, row_bytes, local, length)
 
     def _staged_length(self, entry: _Entry) -> int:
         assert entry.staging is not None, "it was staged"
         if entry.staging.exception() is not None:
             self.counts.faults += 1
             return 0
-        return entry.staging.result().length
+        staged = entry.staging.result()
+        self.counts.stage_seconds += staged.seconds
+        return staged.length
 
-    def _unstage(self, entry: _Entry) -> None:
+    def _unstage(self, entry: _Entry, *, taken: bool = False) -> None:
+        """Forget what was staged, and, unless somebody has `taken` it, give its memory back."""
+        staging = entry.staging
         self._staged_bytes -= entry.staged_bytes
         entry.staging, entry.staged_bytes = None, 0
+        if staging is not None and not taken:
+            self._beside(give_back, staging)
+
+    def _beside(self, do: Callable[..., object], *given: object) -> None:
+        """Not in a step; after `close` not at all: the process ends."""
+        with contextlib.suppress(RuntimeError):
+            self._stagers.submit(do, *given)
 
     def _close(self, close: CloseAsk, now: float) -> None:
         entry = self._entries.get(close.key)
@@ -368,13 +350,11 @@ class StepWorker:
         if close.held and entry.handle is not None:
             entry.until = now + self._options.hold_seconds
             return
-        if entry.handle is not None:
-            self._write([entry])
-            if self._is_under_way(entry):  # its rows come without the blocks, once they are under way
-                self._gather(idle=False)
-                entry.rows.give_up_blocks()
-                entry.until = now + self._options.hold_seconds
-                return
+        if self._is_under_way(entry):  # its rows come without the blocks, once they are under way
+            self._gather(idle=False)
+            entry.rows.give_up_blocks()
+            entry.until = now + self._options.hold_seconds
+            return
         self._end(entry, now)
 
     def _end(self, entry: _Entry, now: float) -> None:
@@ -417,18 +397,19 @@ class StepWorker:
 
     # Rows
 
-    def _take_staged(self, ask: LoadAsk) -> _Staged | None:
+    def _take_staged(self, ask: LoadAsk) -> StagedRows | None:
         """The verified rows of a load; None: they are not all there."""
         entry = self._entries.get(ask.key)
         if entry is None or entry.staging is None or not entry.staging.done():
             return None
-        staged = entry.staging
-        self._unstage(entry)
-        if staged.exception() is not None or staged.result().length < ask.length:
+        if entry.staging.exception() is not None or entry.staging.result().length < ask.length:
+            self._unstage(entry)
             return None
-        return staged.result()
+        staged = entry.staging.result()
+        self._unstage(entry, taken=True)
+        return staged
 
-    def _fill(self, ask: LoadAsk, staged: _Staged, after: Mark | None = None) -> bool:
+    def _fill(self, ask: LoadAsk, staged: StagedRows, after: Mark | None = None) -> bool:
         """Put rows into blocks. Returns: False if that failed: the blocks are computed instead."""
         began = time.perf_counter()
         try:
@@ -436,6 +417,8 @@ class StepWorker:
         except Exception:  # noqa: BLE001  # the adapter's top: generation never fails by it
             self.counts.faults += 1
             return False
+        finally:
+            self._beside(staged.close)
         self.counts.load_seconds += time.perf_counter() - began
         return True
 
@@ -478,6 +461,11 @@ class StepWorker:
         elif entry.handle is not None:
             entry.handle.release()
 
+    def _write_last(self, plan: StepPlan) -> None:
+        """Rows of turns whose blocks are given up now, all in one budget: many may end at once."""
+        ending = [self._entries.get(close.key) for close in plan.closes if not close.held]
+        self._write([entry for entry in ending if entry is not None])
+
     def _gather(self, *, idle: bool) -> None:
         """Begin to read the step's new rows, where that takes time."""
         cursors = (
@@ -506,9 +494,3 @@ class StepWorker:
     @staticmethod
     def _is_under_way(entry: _Entry) -> bool:
         return entry.handle is not None and entry.handle.logged and entry.rows.is_pending
-
-
-def _stage(handle: TurnHandle, row_bytes: int, skip: int, length: int) -> _Staged:
-    staged = _Staged(row_bytes, skip, length)
-    handle.load_into(staged)
-    return staged

@@ -31,10 +31,10 @@ class ConnectorSettings:
         wait_seconds: how long a request waits at most for its session before it is computed instead; > 0.
         hold_seconds: how long a finished request's blocks are held to write what is behind; ≥ 0.
         hold_blocks_share: of all blocks, the share that may be held so; 0 to 1.
-        step_bytes: rows that one step writes at most, beside one row a session; ≥ 1.
+        step_bytes: rows that one step writes at most, beside one row a session; less where they cost over 2 ms; ≥ 1.
         staging_bytes: verified rows that wait to be loaded, of all sessions; ≥ 0.
-        load_step_bytes: a load of more bytes is done beside the steps instead of in one; ≥ 0. Blocks that are filled
-            beside the steps are shared with no other request before they are full (docs/adr/0006).
+        load_step_bytes: rows that are loaded within one step; a load that makes them more is done beside it; ≥ 0.
+            Blocks that are filled beside the steps are shared with nobody before they are full (docs/adr/0006).
         any_version: serve a vLLM outside the tested window.
         cuda: `experimental`: serve a cache on a GPU, by code that has never run on one.
     """

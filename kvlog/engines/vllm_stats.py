@@ -18,6 +18,8 @@ COUNTERS: Final = {
     "saved_tokens": "Rows that went into the ring.",
     "skipped_steps": "Steps that left rows out because the ring had no room.",
     "loaded_tokens": "Rows that were verified and put into blocks instead of being computed.",
+    "stage_seconds": "Time in copying rows out of the pool and verifying them, beside the steps.",
+    "load_seconds": "Time in putting verified rows into blocks.",
     "load_failures_unverified": "Attaches cut short by a row that did not verify.",
     "load_failures_staging": "Attaches that the bound on verified rows in waiting left out.",
     "load_failures_blocks": "Loads whose blocks were given back to be computed.",

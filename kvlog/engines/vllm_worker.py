@@ -190,6 +190,8 @@ def _counts_of_worker(worker: StepWorker) -> dict[str, float]:
     counts = worker.counts
     return {
         "loaded_tokens": counts.rows_loaded,
+        "stage_seconds": counts.stage_seconds,
+        "load_seconds": counts.load_seconds,
         "load_failures_staging": counts.staging_refused,
         "load_failures_blocks": counts.load_failures,
         "faults": counts.faults,

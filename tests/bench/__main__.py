@@ -4,7 +4,8 @@
 
 Kafka is the broker at --kafka, else one that is started as the tests do (KVLOG_KAFKA_HOME=folder with Kafka's jars);
 what is held against Kafka's own tools needs KVLOG_KAFKA_HOME either way. Without a broker those benchmarks are left
-out, and the end says so. --quick shows that everything works; its figures are of too little to count.
+out, and the end says so; vLLM's too, where there is none (make venv-vllm, or KVLOG_VLLM_PYTHON). --quick shows that
+everything works; its figures are of too little to count.
 
 Exit codes: 0 every goal was met or none was set, 1 a goal was missed, 2 a benchmark failed or was left out.
 """
@@ -27,11 +28,14 @@ from tests.bench.codecs import measure_codec
 from tests.bench.hook import measure_hook
 from tests.bench.latency import measure_latency
 from tests.bench.memory import measure_memory
+from tests.bench.paged_copy import measure_paged
 from tests.bench.report import as_json, as_markdown, show
 from tests.bench.resume import measure_resume
 from tests.bench.setting import Setting, kafka_at
 from tests.bench.takeover import measure_takeover
 from tests.bench.throughput import measure_consume, measure_publish
+from tests.bench.vllm_serving import measure_vllm
+from tests.vllm.servers import why_not
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +51,8 @@ BENCHMARKS: dict[str, Callable[[Setting], list[Row]]] = {
     "takeover": measure_takeover,
     "resume": measure_resume,
     "memory": measure_memory,
+    "paged": lambda setting: measure_paged(quick=setting.quick),
+    "vllm": measure_vllm,
 }
 _NEED_KAFKA_TOOLS = {"publish", "consume"}
 _OUT = Path("build/bench.json")
@@ -86,6 +92,9 @@ def _run(names: list[str], setting: Setting) -> tuple[list[Row], dict[str, str]]
     for name in names:
         if name in _NEED_KAFKA_TOOLS and not has_tools:
             left_out[name] = "needs a broker and Kafka's tools: set KVLOG_KAFKA_HOME"
+            continue
+        if name == "vllm" and (reason := why_not()):
+            left_out[name] = reason
             continue
         began = time.monotonic()
         try:

@@ -1,106 +1,124 @@
-"""What the connector costs a real vLLM: tokens a second with it and without, in turns, on SmolLM2.
+"""What the connector costs a real vLLM on SmolLM2, what a load moves, and where the time of a take-over goes.
 
-    python -m tests.bench.vllm_serving [--rounds N] [--tokens N]
+Two servers stand side by side, one with kvlog's connector and a daemon, one with a connector that does nothing, so
+that both have vLLM's own cost of having any. One of them computes at a time, in the order A B B A, so that a
+disturbance hits both. Each has one thread (pinned), the daemon shares the other core. Intervals are of 95 %, by a
+bootstrap over rounds.
 
-Two servers stand side by side, one with the connector and a daemon, one with neither; only one of them computes at a
-time, in the order A B B A, so that a disturbance hits both. Each server has one thread (pinned), the daemon shares the
-other core. The ratio's interval is a bootstrap over rounds.
+Besides the rate, which whatever else runs on the machine disturbs, processor time is compared: of all processes of a
+server, for each token. float32, since a processor without bfloat16 of its own takes a second for a step; blocks of 128.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import random
 import statistics
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
-import httpx
+import numpy as np
 
 from kvlog.engines.models import ensure_model
-from tests.nodes import Answer, Node, ask, daemon_config
-from tests.vllm.servers import VllmServer, why_not
+from tests.bench.report import Row, paired, percentile
+from tests.bench.vllm_servers import ROW_BYTES, launch_timed, processor_seconds, start_daemon
+from tests.bench.vllm_takeover import measure_vllm_takeover
+from tests.nodes import Answer, ask
+from tests.vllm.servers import VllmServer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SESSIONS = (1, 16)
-_PROMPT_TOKENS = 64
+    from tests.bench.setting import Setting
+
+__all__ = ["measure_vllm"]
+
+_CASES: Final = ((1, 120), (16, 60))
+"""Sessions at once, and tokens of each answer."""
+
+_PROMPT_TOKENS: Final = 64
+_RATIO_MIN: Final = 0.98
+_BIG_ROW_BYTES: Final = 128 << 10
+_DRAWS: Final = 2000
+_numbers = itertools.count()
 
 
-def main() -> None:
-    """Measure, and print a line for each number of sessions."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=4, help="of A B B A each")
-    parser.add_argument("--tokens", type=int, default=150, help="an answer")
-    given = parser.parse_args()
-    if reason := why_not():
-        raise SystemExit(f"not measured: {reason}")
-    with tempfile.TemporaryDirectory(prefix="kvlog-bench-vllm-") as name:
-        _measure(Path(name), given.rounds, given.tokens)
-
-
-def _measure(folder: Path, rounds: int, tokens: int) -> None:
+def measure_vllm(setting: Setting) -> list[Row]:
+    """Rates and hooks at 1 and 16 sessions, then take-overs."""
+    folder = setting.fresh_folder("vllm")
     model = ensure_model().path
-    node = Node(
-        folder, "a", daemon_config(folder, "a", f"file://{folder}/log", link={"ring_bytes": 64 << 20})
-    )
-    node.start_daemon()
-    node.wait_log()
-    with_it, without = VllmServer(folder, "with", model), VllmServer(folder, "without", model)
+    node = start_daemon(folder, "a")
+    ours, theirs = VllmServer(folder, "ours", model), VllmServer(folder, "null", model)
+    rounds = 1 if setting.quick else 3
+    rows: list[Row] = []
     try:
-        with_it.launch(folder / "a.sock", "--max-num-seqs", "16")
-        without.launch(None, "--max-num-seqs", "16")
-        with_it.wait_ready()
-        without.wait_ready()
-        for sessions in _SESSIONS:
-            for server in (with_it, without):
-                _rate(server, sessions, tokens // 3)  # warm
-            before = _hook(with_it)
-            pairs = [_round(with_it, without, sessions, tokens) for _ in range(rounds)]
-            _say(sessions, pairs, before, _hook(with_it))
+        launch_timed(ours, "TimedKvlog", folder / "a.sock")
+        launch_timed(theirs, "TimedNull", None)
+        for server in (ours, theirs):
+            server.wait_ready()
+        for sessions, tokens in _CASES:
+            rows += _case(ours, theirs, sessions, (tokens // 3 if setting.quick else tokens, rounds))
+        theirs.kill()
+        rows += measure_vllm_takeover(folder, (node, ours), quick=setting.quick)
     finally:
-        for server in (with_it, without):
+        for server in (ours, theirs):
             server.kill()
         node.close()
+    return rows
 
 
 @dataclass(frozen=True)
-class _Served:
-    """One run: tokens a second of all answers together, and the median time to an answer's first token."""
+class _Run:
+    """All answers of one run: tokens a second, processor ms a token, median ms to the first token."""
 
     rate: float
+    busy_ms: float
     first_ms: float
 
 
-def _round(with_it: VllmServer, without: VllmServer, sessions: int, tokens: int) -> tuple[_Served, _Served]:
+def _case(ours: VllmServer, theirs: VllmServer, sessions: int, size: tuple[int, int]) -> list[Row]:
+    tokens, rounds = size
+    for server in (ours, theirs):
+        _run(server, sessions, tokens // 2)  # warm
+    starts = {server.name: {role: len(_steps(server, role)) for role in _ROLES} for server in (ours, theirs)}
+    pairs = [_round(ours, theirs, sessions, tokens) for _ in range(rounds)]
+    rows = [_rate_row(sessions, pairs), _busy_row(sessions, pairs)]
+    for role in _ROLES:
+        mine, null = (_steps(server, role)[starts[server.name][role] :] for server in (ours, theirs))
+        rows.append(_hook_row(sessions, role, mine, null))
+    return rows
+
+
+def _round(ours: VllmServer, theirs: VllmServer, sessions: int, tokens: int) -> tuple[_Run, _Run]:
     """Both, in the order A B B A."""
-    first = _rate(with_it, sessions, tokens)
-    between = [_rate(without, sessions, tokens) for _ in range(2)]
-    return _mean([first, _rate(with_it, sessions, tokens)]), _mean(between)
+    first = _run(ours, sessions, tokens)
+    between = [_run(theirs, sessions, tokens) for _ in range(2)]
+    return _mean([first, _run(ours, sessions, tokens)]), _mean(between)
 
 
-def _mean(runs: Sequence[_Served]) -> _Served:
-    return _Served(statistics.fmean(run.rate for run in runs), statistics.fmean(run.first_ms for run in runs))
+def _mean(runs: Sequence[_Run]) -> _Run:
+    return _Run(*(statistics.fmean(values) for values in zip(*map(_values, runs), strict=True)))
 
 
-def _rate(server: VllmServer, sessions: int, tokens: int) -> _Served:
-    """So many answers at once."""
-    name = time.monotonic_ns()
+def _values(run: _Run) -> tuple[float, float, float]:
+    return run.rate, run.busy_ms, run.first_ms
 
-    def answer(index: int) -> tuple[int, float]:
+
+def _run(server: VllmServer, sessions: int, tokens: int) -> _Run:
+    """So many answers at once, to prompts that nobody has seen."""
+    name = next(_numbers)
+
+    def answer(index: int) -> float:
         asked, first = time.monotonic(), 0.0
-        prompt = [(index * 31 + position * 7) % 400 + 100 for position in range(_PROMPT_TOKENS)]
+        drawn = random.Random(100 * name + index)
         last = Answer()
         for last in ask(  # noqa: B007 - looked at below
             server.url,
             seconds=600.0,
             model="m",
-            prompt=prompt,
+            prompt=[drawn.randrange(1000, 40_000) for _ in range(_PROMPT_TOKENS)],
             max_tokens=tokens,
             temperature=0,
             ignore_eos=True,
@@ -108,44 +126,86 @@ def _rate(server: VllmServer, sessions: int, tokens: int) -> _Served:
         ):
             first = first or time.monotonic() - asked
         assert last.error is None, last.error
-        return len(last.tokens), 1000 * first
+        assert len(last.tokens) == tokens, "an answer was cut short"
+        return 1000 * first
 
-    began = time.monotonic()
+    busy, began = processor_seconds(server), time.monotonic()
     with ThreadPoolExecutor(sessions) as pool:
-        answers = list(pool.map(answer, range(sessions)))
-    seconds = time.monotonic() - began
-    return _Served(sum(count for count, _ in answers) / seconds, statistics.median(ms for _, ms in answers))
+        firsts = list(pool.map(answer, range(sessions)))
+    seconds, made = time.monotonic() - began, sessions * tokens
+    busy = processor_seconds(server) - busy
+    return _Run(made / seconds, 1000 * busy / made, statistics.median(firsts))
 
 
-def _hook(server: VllmServer) -> tuple[float, float]:
-    """Steps and seconds in the hook since the start."""
-    lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
-
-    def total(name: str) -> float:
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:kvlog_{name}_total"))
-
-    return total("steps"), total("hook_seconds")
+_ROLES: Final = ("worker", "scheduler")
 
 
-def _say(
-    sessions: int,
-    pairs: Sequence[tuple[_Served, _Served]],
-    before: tuple[float, float],
-    after: tuple[float, float],
-) -> None:
+def _steps(server: VllmServer, role: str) -> np.ndarray:
+    """Seconds of each step so far: wall, processor."""
+    path = server.folder / f"{server.name}-steps-{role}"
+    data = np.fromfile(path) if path.exists() else np.empty(0)
+    return data[: len(data) // 2 * 2].reshape(-1, 2)
+
+
+def _rate_row(sessions: int, pairs: Sequence[tuple[_Run, _Run]]) -> Row:
     ratios = [ours.rate / theirs.rate for ours, theirs in pairs]
-    drawn = random.Random(1)
-    means = sorted(statistics.fmean(drawn.choices(ratios, k=len(ratios))) for _ in range(2000))
-    hook = 1e6 * (after[1] - before[1]) / max(1.0, after[0] - before[0])
-    print(
-        f"{sessions:2} sessions: {statistics.median(ours.rate for ours, _ in pairs):.1f} tokens/s with, "
-        f"{statistics.median(theirs.rate for _, theirs in pairs):.1f} without, ratio {statistics.fmean(ratios):.3f} "
-        f"[{means[50]:.3f}, {means[1949]:.3f}], hook {hook:.0f} us a step; first token "
-        f"{statistics.median(ours.first_ms for ours, _ in pairs):.0f} ms with, "
-        f"{statistics.median(theirs.first_ms for _, theirs in pairs):.0f} without",
-        flush=True,
+    low, high = _interval(ratios)
+    bare = Row(
+        measure="vllm",
+        case=f"serving SmolLM2, {sessions} sessions",
+        unit="tokens/s",
+        values=(),
+        against="a connector that does nothing",
+        goal=f"ratio ≥ {_RATIO_MIN}",
+        met=statistics.fmean(ratios) >= _RATIO_MIN,
+        also={
+            "95 %": f"{low:.3f}-{high:.3f}",
+            "first token ms": statistics.median(ours.first_ms for ours, _ in pairs),
+            "theirs": statistics.median(theirs.first_ms for _, theirs in pairs),
+        },
+    )
+    row = paired(bare, [(ours.rate, theirs.rate) for ours, theirs in pairs])
+    return replace(row, ratio=statistics.fmean(ratios))
+
+
+def _busy_row(sessions: int, pairs: Sequence[tuple[_Run, _Run]]) -> Row:
+    low, high = _interval([ours.busy_ms / theirs.busy_ms for ours, theirs in pairs])
+    bare = Row(
+        measure="vllm",
+        case=f"processor time of the server for a token, {sessions} sessions",
+        unit="ms",
+        values=(),
+        against="a connector that does nothing",
+        also={"95 %": f"{low:.3f}-{high:.3f}"},
+    )
+    return paired(bare, [(ours.busy_ms, theirs.busy_ms) for ours, theirs in pairs])
+
+
+def _hook_row(sessions: int, role: str, ours: np.ndarray, theirs: np.ndarray) -> Row:
+    """µs of a step in the connector; a step of every session has `sessions` rows."""
+    p50 = [1e6 * percentile(steps[:, 0].tolist(), 50) for steps in (ours, theirs)]
+    also: dict[str, float | str] = {
+        "p99": 1e6 * percentile(ours[:, 0].tolist(), 99),
+        "p99 theirs": 1e6 * percentile(theirs[:, 0].tolist(), 99),
+        "p50 of the processor": 1e6 * percentile(ours[:, 1].tolist(), 50),
+        "p99 of the processor": 1e6 * percentile(ours[:, 1].tolist(), 99),
+        "steps": len(ours),
+    }
+    if role == "worker":
+        also["p50 by bytes for rows of 128 KiB"] = p50[0] * _BIG_ROW_BYTES / ROW_BYTES
+    return Row(
+        measure="vllm",
+        case=f"calls of the connector in the {role}, a step, {sessions} sessions",
+        unit="µs, p50",
+        values=(p50[0],),
+        against="a connector that does nothing",
+        their_values=(p50[1],),
+        also=also,
     )
 
 
-if __name__ == "__main__":
-    main()
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % of the mean."""
+    drawn = random.Random(1)
+    means = sorted(statistics.fmean(drawn.choices(values, k=len(values))) for _ in range(_DRAWS))
+    return means[_DRAWS // 40], means[-_DRAWS // 40]

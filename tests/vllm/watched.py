@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvlog.engines.vllm_witness import WitnessConnector
+from tests.vllm.call_times import CallTimes
 
 if TYPE_CHECKING:
     from kvlog.engines.turn_evidence import TurnEvidence
@@ -20,14 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["WatchedConnector"]
 
 _ACKED_BYTES = 4096
-
-_CALLS = (
-    "handle_preemptions",
-    "start_load_kv",
-    "wait_for_save",
-    "get_finished",
-    "build_connector_worker_meta",
-)
 
 
 class WatchedConnector(WitnessConnector):
@@ -60,11 +52,19 @@ class WatchedConnector(WitnessConnector):
             self.acked_file = os.open(os.environ["KVLOG_TEST_ACKED"], os.O_CREAT | os.O_WRONLY, 0o600)
         os.pwrite(self.acked_file, json.dumps(acked).encode().ljust(_ACKED_BYTES, b"\0"), 0)
 
-    def _timed(self, name: str, *args: Any, **kwargs: Any) -> None:
-        began = time.perf_counter()
-        getattr(super(WitnessConnector, self), name)(*args, **kwargs)
-        longest = self.__dict__.setdefault("watched_ms", dict.fromkeys(_CALLS, 0.0))
-        longest[name] = max(longest[name], 1000 * (time.perf_counter() - began))
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        """Take the time."""
+        return self._timed("get_finished", finished_req_ids)
+
+    def build_connector_worker_meta(self) -> Any:
+        """Take the time."""
+        return self._timed("build_connector_worker_meta")
+
+    def _timed(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, "call_times"):
+            self.call_times = CallTimes()
+        with self.call_times.timed(name):
+            return getattr(super(WitnessConnector, self), name)(*args, **kwargs)
 
     def testimony(self, turn: TurnEvidence) -> dict[str, Any]:
         """Tell more."""
@@ -78,7 +78,8 @@ class WatchedConnector(WitnessConnector):
             "worker": asdict(worker.counts),
             "replicator": asdict(worker.replicator.counts),
             "loads": asdict(worker.replicator.loads),
-            "longest_ms": self.__dict__.get("watched_ms"),
+            "longest_ms": self.call_times.longest_ms,
+            "call_times": self.call_times.told(),
         }
 
 

@@ -8,6 +8,7 @@ from kvlog.buffers.attach import Attachment, copy_attached
 from kvlog.buffers.geometry import PinnedBlock, PoolGeometry
 from kvlog.checksums import row_checksums
 from kvlog.errors import DecodeError
+from tests.python_lock import counted_turns
 
 GEOMETRY = PoolGeometry(block_bytes=45, blocks=4, device="cpu")
 ROWS = [bytes([n + 1]) * 10 for n in range(6)]
@@ -92,3 +93,14 @@ def test_attach_from_memory_that_is_too_short_is_refused():
     _, attachment = setting()
     with pytest.raises(DecodeError):
         copied(bytearray(GEOMETRY.size_bytes - 1), attachment)
+
+
+def test_steps_go_on_while_small_rows_are_attached():
+    """Rows of 4 KiB are hashed with Python's lock held; whoever waits for it gets it every MiB."""
+    geometry = PoolGeometry(block_bytes=1 << 16, blocks=256, device="cpu")
+    pool = memoryview(bytes(geometry.size_bytes))
+    checksums = row_checksums(pool, 4096)
+    attachment = Attachment(4096, tuple(PinnedBlock(index, 16) for index in range(256)), checksums)
+    with counted_turns() as turns:
+        assert copy_attached(pool, geometry, attachment, lambda _: None) == 4096
+    assert turns.count >= 5

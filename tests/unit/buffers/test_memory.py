@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kvlog.buffers import memory as memory_module
 from kvlog.buffers.available import available_bytes
 from kvlog.buffers.memory import attach, create
 from kvlog.errors import ConfigError, DecodeError
+from tests.python_lock import counted_turns
 
 
 def test_memory_written_by_its_creator_is_read_through_a_reader_descriptor():
@@ -35,6 +37,29 @@ def test_memory_attached_writable_is_shared_both_ways():
     ):
         theirs.view[0] = 7
         assert ours.view[0] == 7
+
+
+def test_memory_attached_writable_takes_no_fault_when_it_is_written():
+    """A step that writes rows pays for their bytes, not for mapping pages."""
+    size = 4 << 20
+    with (
+        create("kvlog-test", size, setting="link.ring_bytes") as ours,
+        attach(ours.fd, writable=True) as theirs,
+    ):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for at in range(0, size, mmap.PAGESIZE):
+            theirs.view[at] = 1
+        assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 10
+
+
+def test_steps_go_on_while_memory_is_attached():
+    """Mapping all pages takes tens of milliseconds, in which Python's lock is free."""
+    with create("kvlog-test", 64 << 20, setting="link.ring_bytes") as ours:
+        with counted_turns() as turns:
+            theirs = attach(ours.fd, writable=True)
+            meanwhile = turns.count
+        theirs.close()
+    assert meanwhile >= 5
 
 
 def test_reader_descriptor_mapped_writable_is_refused():

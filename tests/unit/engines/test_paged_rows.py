@@ -81,7 +81,7 @@ def test_store_gathers_what_the_map_says_and_scatters_it_back(
 @pytest.mark.parametrize(("name", "has"), [("rows", True), ("vec", True), ("tiles", False)])
 def test_map_knows_whether_strides_say_it(name: str, has: bool) -> None:
     """Kernels that write plain rows and columns are copied without an index."""
-    assert has == (PageMap(TABLES[name]).strides is not None)
+    assert has == (PageMap(TABLES[name]).orders is not None)
 
 
 def test_map_that_is_no_permutation_is_refused() -> None:
