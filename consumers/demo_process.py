@@ -243,8 +243,10 @@ class Processes:
     def close(self) -> None:
         """Kill everything, whatever state it is in, and wait until it is gone."""
         for group in self._groups:
-            group.note_shared_files()
-            group.kill()
+            try:
+                group.note_shared_files()
+            finally:
+                group.kill()
         for group in self._groups:
             group.reap()
 

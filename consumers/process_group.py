@@ -50,11 +50,12 @@ def shared_files_of(processes: Iterable[int]) -> set[Path]:
     """
     used = {file for process in processes for file in (*_mapped(process), *_open(process))}
     found = set()
-    for path in _SHARED.iterdir():
-        with suppress(OSError):  # it is gone
-            stat = path.lstat()
-            if (stat.st_dev, stat.st_ino) in used:
-                found.add(path)
+    with suppress(OSError):  # there is no such folder here, or it is not ours to read
+        for path in _SHARED.iterdir():
+            with suppress(OSError):  # it is gone
+                stat = path.lstat()
+                if (stat.st_dev, stat.st_ino) in used:
+                    found.add(path)
     return found
 
 

@@ -215,11 +215,14 @@ class EngineControl:
         """End a turn for all of its ranks, since one has left it: what is in their rings is still logged."""
         if self._parts.turns.get(entry.turn) is not entry:
             return
-        for rank in entry.ranks:
-            engine = self._engines.get(rank.peer)
-            if rank.closing_at is None and engine is not None:
-                engine.intake.close_turn(rank)
-                rank.peer.send(link.TurnEnded(entry.turn, link.EndedReason.RANK_LOST))
+        left = [rank for rank in entry.ranks if rank.closing_at is None and rank.peer in self._engines]
+        for rank in left:
+            self._engines[rank.peer].intake.close_turn(rank)
+            rank.peer.send(link.TurnEnded(entry.turn, link.EndedReason.RANK_LOST))
+        if left and len(entry.ranks) > 1:
+            reason = link.EndedReason.RANK_LOST.value
+            self._parts.telemetry.metrics.turns_ended.labels(reason).inc()
+            self._parts.telemetry.say(Event.TURN_ENDED, session=entry.session, reason=reason)
 
     async def _bury(self, peer: Peer, engine: _Engine) -> None:
         turns = self._parts.turns

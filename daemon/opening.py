@@ -99,8 +99,10 @@ class TurnOpener:
             detail = "its last turn is over, and rows of it are still on their way"
             self._refuse(joint, link.UnloggedReason.CLAIM_TIMEOUT, detail)
             return
-        patience = (joint.deadline - joint.first.began) / 2
+        patience = min((joint.deadline - joint.first.began) / 2, joint.deadline - time.monotonic())
         if not joint.take_over and not await self._owner_is_willing(joint.session, patience):
+            if joint.over:
+                return
             self._refuse(joint, *self._say_unlogged(joint.session, fx.UnloggedReason.OWNER_BUSY, None))
             return
         if not joint.over:

@@ -85,6 +85,7 @@ class PagedStore:
         assert first.shape[1:] == pages, "pages that the map describes"
         assert len(layers) == layout.layers, "a view a layer"
         assert first.itemsize == DTYPE_BYTES[layout.dtype], "elements of the layout's dtype"
+        self._layout = layout
         self._row_bytes = layout.row_bytes
         self._shape = (-1, layout.layers, layout.planes, layout.kv_heads, layout.head_dim)
         self._word = np.dtype(_WORDS[DTYPE_BYTES[layout.dtype]])

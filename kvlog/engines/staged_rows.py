@@ -6,6 +6,7 @@ held, 1.5 ms a MiB for which the engine's steps stand still. `close` belongs on 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
 from typing import TYPE_CHECKING
@@ -35,7 +36,8 @@ class StagedRows:
         self._row_bytes = row_bytes
         self._skip = skip * row_bytes
         self._mapping = mmap.mmap(-1, max(1, (length - skip) * row_bytes), mmap.MAP_PRIVATE)
-        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, and as good
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._memory = memoryview(self._mapping)
         self._seen = 0
         self.seconds = 0.0

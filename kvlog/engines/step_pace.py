@@ -44,7 +44,9 @@ class StepPace:
         return self._bytes
 
     def took(self, copied: int, seconds: float) -> None:
-        """Learn from a copy of so many bytes."""
+        """Learn from a copy of so many bytes; none say nothing."""
+        if copied == 0:
+            return
         fit = self._seconds / max(seconds, 1e-9)
         if fit < 1:
             fewer = int(min(self._bytes, copied) * max(fit, _DROP_MAX))

@@ -239,9 +239,10 @@ class StepPlanner:
         return plan
 
     def plan_loads(self) -> StepPlan:
-        """Only what must not be lost: rows that the scheduler counts as loaded from this step on."""
+        """Only what must not be lost: rows that the scheduler counts as loaded from this step on, and held blocks."""
+        closes, self._closes = tuple(self._closes), []
         loads, self._loads = tuple(self._loads), []
-        return StepPlan(loads=loads)
+        return StepPlan(closes=closes, loads=loads)
 
     def take(self, report: StepReport) -> list[str]:
         """Take what the workers say. Returns: requests that were fenced: another node has their session."""

@@ -173,7 +173,8 @@ class StepWorker:
     def after_step(self, plan: StepPlan) -> None:
         """Write the new rows of all turns into the ring."""
         started = time.perf_counter()
-        loaded = {ask.key: ask.length for ask in plan.loads if self._options.shards > 1 and not ask.beside}
+        unsure = self._options.shards > 1 or any(ask.key in self._failed for ask in plan.loads)
+        loaded = {ask.key: ask.length for ask in plan.loads if unsure and not ask.beside}
         for rows in plan.rows:
             self._follow(rows, loaded)
         self._gather(idle=all(self._is_closing(rows.key) for rows in plan.rows))
@@ -210,7 +211,8 @@ class StepWorker:
             if filling.done():
                 del self._loading[name]
                 self._received.add(name)
-                self._loaded(ask, well=filling.exception() is None and filling.result())
+                failed = filling.cancelled() or filling.exception() is not None
+                self._loaded(ask, well=not failed and filling.result())
         received, self._received = self._received, set()
         return received
 
@@ -444,7 +446,7 @@ class StepWorker:
 
         Args:
             rows: of the plan.
-            loaded: where the loads of this step end, if there are other workers.
+            loaded: where the loads of this step end, if one of them has failed, or there are other workers.
         """
         entry = self._entries.get(rows.key)
         if entry is None:
@@ -463,8 +465,8 @@ class StepWorker:
 
     def _write_last(self, plan: StepPlan) -> None:
         """Rows of turns whose blocks are given up now, all in one budget: many may end at once."""
-        ending = [self._entries.get(close.key) for close in plan.closes if not close.held]
-        self._write([entry for entry in ending if entry is not None])
+        ending = {close.key: self._entries.get(close.key) for close in plan.closes if not close.held}
+        self._write([entry for entry in ending.values() if entry is not None])
 
     def _gather(self, *, idle: bool) -> None:
         """Begin to read the step's new rows, where that takes time."""

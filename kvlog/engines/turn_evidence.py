@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvlog.engines.paged_rows import PagedRows
+    from kvlog.engines.row_store import StepRows
     from kvlog.engines.turns import TurnHandle
     from kvlog.ids import SessionId
     from kvlog.layout import Layout
@@ -54,7 +54,7 @@ class TurnEvidence:
 
     session: SessionId
     tokens: list[int]
-    rows: PagedRows
+    rows: StepRows
     layout: Layout
     known: int
     loaded: int

@@ -277,6 +277,8 @@ def _facts(config: Any, cache: Any, settings: ConnectorSettings) -> EngineFacts:
         encoder_decoder=bool(config.model_config.is_encoder_decoder),
         platform=current_platform.device_type,
         cuda=settings.cuda,
+        plans_ahead=bool(config.scheduler_config.async_scheduling),
+        loads_in_a_step=settings.load_step_bytes > 0,
     )
 
 

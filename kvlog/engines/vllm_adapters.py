@@ -5,8 +5,8 @@ read it, and keeps what it has read. Asked again, the file might say what the en
 file changes under a running engine cannot be seen, unless its request says that it is loaded in place; vLLM numbers an
 adapter that was unloaded and loaded again anew.
 
-Reading an adapter of 59 MB took 15 to 73 ms on busy cores, from memory. It is done on a thread of its own: the scheduler
-asks again, as it does while a turn is opened.
+Reading an adapter of 59 MB took 15 to 73 ms on busy cores, from memory. It is done on a thread of its own: the
+scheduler asks again, as it does while a turn is opened.
 """
 
 from __future__ import annotations

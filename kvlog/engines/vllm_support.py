@@ -93,6 +93,8 @@ class EngineFacts:
         encoder_decoder: whether the model has cross attention.
         platform: device type.
         cuda: whether the operator takes the CUDA path as it is.
+        plans_ahead: a step is planned before the one before it is carried out (asynchronous scheduling).
+        loads_in_a_step: load_step_bytes is more than 0.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -110,6 +112,8 @@ class EngineFacts:
     encoder_decoder: bool = False
     platform: str = "cpu"
     cuda: CudaUse = CudaUse.REFUSED
+    plans_ahead: bool = False
+    loads_in_a_step: bool = False
 
 
 def refuse_unsupported(facts: EngineFacts) -> None:
@@ -125,7 +129,7 @@ def refuse_unsupported(facts: EngineFacts) -> None:
 
 def first_refusal(facts: EngineFacts) -> ConfigError | None:
     """Why these facts are not served; None: they are."""
-    return _parallel(facts) or _options(facts) or _groups(facts)
+    return _parallel(facts) or _options(facts) or _loads(facts) or _groups(facts)
 
 
 def check_version(version: str, *, any_version: bool = False) -> None:
@@ -197,6 +201,13 @@ def _tensor_parallel(facts: EngineFacts) -> ConfigError | None:
         return _refusal(option, f"{size} over {where}: all ranks need one kvlogd", "one machine, executor mp")
     if size > 1:
         return _refusal(option, f"{size} ranks: not yet shown on a real engine", "1")
+    return None
+
+
+def _loads(facts: EngineFacts) -> ConfigError | None:
+    if facts.plans_ahead and facts.loads_in_a_step:
+        problem = "a step that is planned ahead counts on rows that a failed load has not brought"
+        return _refusal("load_step_bytes", problem, "0, its default, or --no-async-scheduling")
     return None
 
 

@@ -7,6 +7,7 @@ answered, so that no block stays held and no load is believed in.
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -183,7 +184,8 @@ class WorkerHalf:
     def _break(self) -> None:
         self._broken = True
         self._worker.counts.faults += 1
-        self._worker.close()
+        # Not here: leaving a daemon that does not read takes seconds.
+        threading.Thread(target=self._worker.close, name="kvlog-close", daemon=True).start()
 
 
 def _counts_of_worker(worker: StepWorker) -> dict[str, float]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["LOST_SECONDS", "TAKE_OVER", "Fleet", "Row", "VllmNode", "prompt_of", "stock_client"]
+__all__ = ["DRAFTS", "LOST_SECONDS", "TAKE_OVER", "Fleet", "Row", "VllmNode", "prompt_of", "stock_client"]
 
 LOST_SECONDS: Final = 1.0
 """What a whole node's death may lose, beside nothing that was acknowledged: what was in the ring, or on its way to the
@@ -37,9 +37,12 @@ log. That is a time, not a number of rows: how long the daemon takes. It shares 
 
 TAKE_OVER: Final = {"kvlog": {"take_over": True}}
 
+DRAFTS: Final = 4
+"""A step at node C."""
+
 _NGRAM: Final = {
     "method": "ngram",
-    "num_speculative_tokens": 4,
+    "num_speculative_tokens": DRAFTS,
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }

@@ -15,7 +15,7 @@ import pytest
 
 from tests.nodes import until
 from tests.vllm.copies import copy_whole_and_damaged
-from tests.vllm.fleet import LOST_SECONDS, TAKE_OVER, Pace, Row, prompt_of, stock_client
+from tests.vllm.fleet import DRAFTS, LOST_SECONDS, TAKE_OVER, Pace, Row, prompt_of, stock_client
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,12 +26,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def assert_bytes(fleet: Fleet, node: VllmNode, session: str, turns: int = 1) -> dict[str, Any]:
-    """A turn's blocks hold what the log holds, all of it; the turn."""
+    """A turn's blocks hold what the log holds, all of it; the turn.
+
+    Drafts that are accepted in the last step are logged with it: after the watched connector has looked.
+    """
     turn = node.server.last_turn(session, turns)
     logged = fleet.logged(session)
-    assert turn["length"] == logged.rows
-    assert turn["tokens"] == logged.tokens
-    assert turn["digests"] == logged.digests(logged.rows)
+    length = turn["length"]
+    assert 0 <= logged.rows - length <= (DRAFTS if node.name == "c" else 0)
+    assert turn["tokens"] == logged.tokens[:length]
+    assert turn["digests"] == logged.digests(length)
     return turn
 
 
@@ -305,7 +309,7 @@ def test_drafts_that_are_not_verified_are_never_logged(fleet: Fleet) -> None:
     turn = assert_bytes(fleet, node, "drafts", 2)
     assert (
         len(prompt) + 149 - turn["log_from"] <= 4
-    )  # what was accepted in the last step is logged by the next turn
+    )  # what was accepted in the last step is logged with that step, or by the next turn
     node.server.kill()
 
 

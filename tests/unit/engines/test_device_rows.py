@@ -69,6 +69,17 @@ def read(rows: DeviceRows, start: int, row_bytes: int) -> bytes:
     return bytes(out)
 
 
+def test_rows_whose_blocks_were_given_up_are_not_read_for_a_log_that_begins_further_down() -> None:
+    """The daemon died and lost what was under way: those blocks are somebody else's, so the log stays shorter."""
+    store, queue = store_of(cache())
+    rows = opened(store, [5, 2], 10)
+    store.gather_step([(rows, 6)])
+    rows.give_up_blocks()
+    store.gather_step([(rows, 2)])
+    queue.arrive()
+    assert (2, False) == (rows.length, rows.is_pending)
+
+
 @pytest.mark.parametrize(("planes", "heads"), [(2, HEADS), (1, 1)])
 @pytest.mark.parametrize("order", ORDERS)
 def test_store_reads_each_order_in_memory_and_writes_it_back(order: str, planes: int, heads: int) -> None:

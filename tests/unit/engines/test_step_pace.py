@@ -36,6 +36,14 @@ def test_pace_is_not_set_by_copies_that_were_smaller_than_allowed() -> None:
     assert 512 * KIB == pace.bytes_now
 
 
+def test_pace_learns_nothing_of_a_step_that_copied_nothing() -> None:
+    """It may have taken long for another reason, a garbage collection say."""
+    pace = StepPace(0.002, 2 << 20)
+    before = pace.bytes_now
+    pace.took(0, 1.0)
+    assert before == pace.bytes_now
+
+
 def test_pace_recovers_from_a_copy_in_which_the_machine_stood_still() -> None:
     """It falls by a quarter at most, never below 64 KiB, and doubles with each step that uses it."""
     pace = StepPace(0.002, 2 << 20)

@@ -238,6 +238,14 @@ def test_finished_request_holds_its_blocks_until_they_are_read():
     assert (CloseAsk(TurnKey(3), "c", forget=True),) == one.plan((), ()).closes
 
 
+def test_held_blocks_are_given_up_though_no_step_can_be_planned_any_more():
+    """What is sent when the scheduler's half has failed is what must not be lost: loads, and whose blocks are held."""
+    one = running([1, 2])
+    assert one.finished("r", 1).hold
+    assert (CloseAsk(FIRST, "r"),) == one.plan_loads().closes
+    assert () == one.plan_loads().closes
+
+
 def test_request_aborted_before_it_ran_holds_nothing():
     """Its turn is closed; nobody waits for its blocks."""
     one = asked([1, 2])

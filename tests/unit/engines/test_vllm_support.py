@@ -50,6 +50,7 @@ def test_plain_attention_is_served():
         (replace(FACTS, role="kv_consumer"), "kv_role"),
         (replace(FACTS, speculative="eagle3"), "eagle3"),
         (replace(FACTS, encoder_decoder=True), "encoder-decoder"),
+        (replace(FACTS, plans_ahead=True, loads_in_a_step=True), "load_step_bytes"),
         (replace(FACTS, platform="tpu"), "tpu"),
         (replace(FACTS, platform="cuda"), '"cuda": "experimental"'),
         (replace(FACTS, groups=(GROUP, GROUP)), "2 groups"),
