@@ -175,8 +175,9 @@ class DeviceRows:
     def behind(self, cursor: int) -> int:
         """Follow the log's cursor. Returns: rows that are computed, not under way, and wanted by it."""
         self._window.follow(cursor)
-        held = len(self._blocks) * self._block_size  # none, once they were given up
-        return max(0, min(self._wanted, held) - self._window.end)
+        if not self._blocks:  # they were given up: what is not under way will never come
+            self._wanted = min(self._wanted, self._window.end)
+        return max(0, self._wanted - self._window.end)
 
     def take_piece(self, slot: _Slot, count: int, at: int) -> npt.NDArray[np.int64]:
         """The next rows are under way into a slot. Returns: where they lie in the cache."""

@@ -28,13 +28,12 @@ QUESTION = "What is a lighthouse for? Explain it to a child, in several sentence
 
 
 @pytest.fixture
-def demo(tmp_path: Path) -> Iterator[Demo]:
-    """A folder for a demo; its path is short enough for a unix socket."""
-    folder = tmp_path / "t"
-    folder.mkdir()
-    demo = Demo(folder)
-    yield demo
-    demo.close()
+def demo() -> Iterator[Demo]:
+    """A folder for a demo; its path is short enough for a unix socket, and for those of vLLM."""
+    with tempfile.TemporaryDirectory(prefix="kd-") as name:
+        demo = Demo(Path(name))
+        yield demo
+        demo.close()
 
 
 def talkative_llama(folder: Path) -> Path:

@@ -118,7 +118,7 @@ def test_rows_of_a_step_in_which_a_load_failed_are_logged_after_it(tmp_path, mon
         engine.step(3)
         neighbour = engine.add("n", PROMPT[:20])
         engine.run_until("n", 30)
-        second = engine.add("b", first.tokens, "s")
+        engine.add("b", first.tokens, "s")
         seen: list[int] = []
         load = engine.worker.load
 
@@ -149,7 +149,8 @@ def test_worker_that_is_closed_under_a_load_has_the_blocks_computed(tmp_path):
         second = engine.add("b", first.tokens, "s")
         go_on = threading.Event()
         loads = engine.worker._stagers
-        load, parked = engine.worker.load, []
+        load = engine.worker.load
+        parked: list[object] = []
 
         def behind_others(plan):
             """Both threads are busy when the load comes."""

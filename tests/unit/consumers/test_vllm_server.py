@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -26,6 +28,9 @@ from consumers.vllm_server import (
 from kvlog.engines.vllm_support import VERSIONS
 from kvlog.errors import ConfigError
 from tests.tidy.source import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 GOOD = {"python": [3, 11], "vllm": "0.32.0+cpu", "missing": [], "window": [[0, 32], [0, 33]]}
 
@@ -102,9 +107,16 @@ def test_program_that_is_no_interpreter_is_refused(tmp_path):
         assert said in str(caught.value.fields["problem"])
 
 
-def test_real_interpreter_without_vllm_says_so(tmp_path):
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder with a short name: vLLM's sockets would be in it."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as name:
+        yield Path(name)
+
+
+def test_real_interpreter_without_vllm_says_so(short_folder):
     """The question itself is one that a Python can answer, with our packages and nothing else on its path."""
-    processes = Processes(tmp_path, lambda _: False)
+    processes = Processes(short_folder, lambda _: False)
     if "vllm" in sys.modules:
         pytest.skip("this interpreter has vLLM")
     with pytest.raises(DemoError, match=r"vLLM cannot be started: .* has no vLLM") as caught:
