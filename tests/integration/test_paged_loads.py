@@ -1,4 +1,4 @@
-"""Loads of a paged engine that end otherwise than they should: nobody computes or logs on blocks that were not filled."""
+"""Loads of a paged engine that end otherwise than they should: nobody logs what was computed on unfilled blocks."""
 
 from __future__ import annotations
 
