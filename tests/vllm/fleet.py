@@ -1,7 +1,7 @@
 """Two nodes with a vLLM each over one local log, and requests to them; whoever was killed is started anew on demand.
 
 A: blocks of 128, prefill in chunks of 64, loads within a step. B: blocks of 32, and so few that several long requests
-do not fit; loads beside the steps. C, when it is asked for: drafts from the prompt.
+do not fit; loads beside the steps. C, when it is asked for: drafts from the prompt. P and Q: two ranks, a core each.
 """
 
 from __future__ import annotations
@@ -37,10 +37,17 @@ _OPTIONS: Final = {
     "a": ("--max-num-batched-tokens", "64", "--middleware", "kvlog.engines.vllm_fence.FenceMiddleware"),
     "b": ("--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "1024"),
     "c": ("--speculative-config", json.dumps(_NGRAM)),
+    "p": ("--tensor-parallel-size", "2", "--max-num-batched-tokens", "64"),
+    "q": ("--tensor-parallel-size", "2", "--block-size", "32"),
 }
-_EXTRA: Final[dict[str, dict[str, object]]] = {"a": {}, "b": {"load_step_bytes": 0}, "c": {}}
+_EXTRA: Final[dict[str, dict[str, object]]] = {
+    "b": {"load_step_bytes": 0},
+    "p": {"wait_seconds": 10},
+    "q": {"wait_seconds": 10},
+}
+_CORES: Final = {"p": "0|1", "q": "0|1"}
 
-_TOKENS_MAX: Final = {"a": 4096, "b": 1024, "c": 4096}
+_TOKENS_MAX: Final = {"b": 1024}
 
 
 def prompt_of(test: str) -> tuple[int, ...]:
@@ -53,7 +60,7 @@ class VllmNode:
 
     def __init__(self, folder: Path, name: str, log_url: str) -> None:
         self.daemon = Node(folder, name, daemon_config(folder, name, log_url))
-        self.server = VllmServer(folder, name, random_folder())
+        self.server = VllmServer(folder, name, random_folder(), cores=_CORES.get(name, "0"))
         self._name = name
         self._socket = folder / f"{name}.sock"
 
@@ -64,7 +71,7 @@ class VllmNode:
             self.daemon.start_daemon()
             self.daemon.wait_log()
         if not self.server.is_running:
-            self.server.launch(self._socket, *_OPTIONS[self._name], **_EXTRA[self._name])
+            self.server.launch(self._socket, *_OPTIONS[self._name], **_EXTRA.get(self._name, {}))
 
     def kill(self) -> None:
         """The whole node dies at once: the daemon has no time to save what the server left in the ring."""
@@ -96,7 +103,7 @@ class VllmNode:
         self, session: str, tokens: Sequence[int], many: int, do: Callable[[], None], **body: object
     ) -> list[int]:
         """Stream until so many tokens have come, do something, and give what had come by then."""
-        most = _TOKENS_MAX[self._name] - len(tokens)
+        most = _TOKENS_MAX.get(self._name, 4096) - len(tokens)
         for answer in self.stream(session, tokens, most, **body):
             if len(answer.tokens) >= many:
                 shown = list(answer.tokens)
@@ -144,7 +151,7 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log_url = f"file://{folder}/log"
-        self._nodes = {name: VllmNode(folder, name, self.log_url) for name in "abc"}
+        self._nodes = {name: VllmNode(folder, name, self.log_url) for name in "abcpq"}
         self.table: list[Row] = []
         self.notes: list[str] = []
         self._answers: dict[str, list[int]] = {}

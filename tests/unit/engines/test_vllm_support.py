@@ -40,7 +40,6 @@ def test_plain_attention_is_served():
         (replace(FACTS, tensor_parallel=3, kv_heads=4), "3 ranks do not divide 4 KV heads"),
         (replace(FACTS, tensor_parallel=8, kv_heads=4), "8 ranks do not divide 4 KV heads"),
         (replace(FACTS, tensor_parallel=2, kv_heads=4, nodes=2), "2 machines"),
-        (replace(FACTS, tensor_parallel=2, kv_heads=4), "--tensor-parallel-size"),
         (replace(FACTS, tensor_parallel=2, kv_heads=4, executor="ray"), "ray"),
         (replace(FACTS, pipeline_parallel=2), "--pipeline-parallel-size"),
         (replace(FACTS, data_parallel=4), "--data-parallel-size"),
@@ -70,6 +69,12 @@ def test_what_is_not_served_is_refused_by_name(facts, said):
     assert said in str(refusal)
     with pytest.raises(ConfigError):
         refuse_unsupported(facts)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_that_divide_the_heads_are_served(ranks):
+    """Each keeps its heads of every row."""
+    assert first_refusal(replace(FACTS, tensor_parallel=ranks, kv_heads=4)) is None
 
 
 def test_drafts_of_the_prompt_are_served():
