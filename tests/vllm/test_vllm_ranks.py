@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from consumers.demo_log import DemoLog
+from kvlog.checksums import checksum
 from kvlog.ids import FIRST_OFFSET, SessionId
 from kvlog.log.settings import LogSettings
 from kvlog.records import Delta
-from tests.nodes import ask, last, logged_length, until
+from tests.model.llama import random_folder
+from tests.nodes import Node, ask, daemon_config, last, logged_length, until
+from tests.processes import die_with_parent
 from tests.vllm.fleet import TAKE_OVER, Row, prompt_of
-from tests.vllm.servers import logged_session, rows_before
+from tests.vllm.servers import ROOT, logged_session, rows_before, vllm_python, why_not
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.vllm.fleet import Fleet, VllmNode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -91,6 +99,52 @@ def test_answer_of_two_ranks_goes_on_on_another_server_of_two_ranks(fleet: Fleet
         turn["worker"]["rows_loaded"] - then for turn, then in zip(turns, before, strict=True)
     ]
     assert equal_below(fleet, ("damaged-ranks", "origin-ranks"), start)
+
+
+def test_vllms_scheduler_and_aggregator_serve_two_ranks(tmp_path: Path) -> None:
+    """Without a model: all load, or all compute what one could not load, and the log has each rank's own rows.
+
+    Three turns of one session over a real daemon; the third one's load fails on the second rank.
+    """
+    if reason := why_not():
+        pytest.skip(f"NOT TESTED: {reason}")
+    url = f"file://{tmp_path}/log"
+    node = Node(tmp_path, "a", daemon_config(tmp_path, "a", url))
+    try:
+        node.start_daemon()
+        node.wait_log()
+        told = _two_ranks(node)
+    finally:
+        node.close()
+    assert ({}, [129, 129], [0, 1]) == (told["unlogged"], told["loaded"], told["failures"])
+    assert [129 + 151, 129] == told["loaded_third"]
+    for rank in RANKS:
+        logged = logged_session(url, "s", tmp_path, rank)
+        assert told["tokens"][:-1] == logged.tokens
+        positions = range(logged.rows)
+        rows = [b"".join(layer[position].tobytes() for layer in logged.layers) for position in positions]
+        assert told["rows"][rank] == [checksum(row) for row in rows]
+
+
+def _two_ranks(node: Node) -> dict[str, Any]:
+    command = [str(vllm_python()), "-m", "tests.vllm.two_ranks", str(random_folder())]
+    done = subprocess.run(
+        [*command, str(node.folder / "a.sock")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        },
+        preexec_fn=die_with_parent,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return told
 
 
 async def _damaged_copy(url: str) -> int:
