@@ -196,11 +196,11 @@ def _tensor_parallel(facts: EngineFacts) -> ConfigError | None:
     if facts.kv_heads % size:
         problem = f"{size} ranks do not divide {facts.kv_heads} KV heads: some would be kept twice"
         return _refusal(option, problem, f"a divisor of {facts.kv_heads}")
+    if size > 1 and any(group.planes == 1 for group in facts.groups):
+        return _refusal(option, f"{size} with latent attention: each rank would log the same rows", "1")
     if size > 1 and (facts.nodes > 1 or facts.executor == "ray"):
         where = f"{facts.nodes} machines" if facts.nodes > 1 else "ranks that ray places"
         return _refusal(option, f"{size} over {where}: all ranks need one kvlogd", "one machine, executor mp")
-    if size > 1:
-        return _refusal(option, f"{size} ranks: not yet shown on a real engine", "1")
     return None
 
 

@@ -3,7 +3,7 @@
 A: blocks of 128, prefill in chunks of 64, loads within a step. B: blocks of 32, and so few that several long requests
 do not fit; loads beside the steps. C, when it is asked for: drafts from the prompt, and the prefills of two requests in
 one step. D and E, when they are asked for: a model with latent attention (MLA); vLLM's CPU kernel for it has blocks of
-16 and neither chunks nor a prefix cache.
+16 and neither chunks nor a prefix cache. P and Q: two ranks, a core each.
 """
 
 from __future__ import annotations
@@ -56,16 +56,21 @@ _OPTIONS: Final = {
     ),
     "d": (),
     "e": (),
+    "p": ("--tensor-parallel-size", "2", "--max-num-batched-tokens", "64"),
+    "q": ("--tensor-parallel-size", "2", "--block-size", "32"),
 }
 _EXTRA: Final[dict[str, dict[str, object]]] = {
     "a": {"load_step_bytes": 8 << 20},
     "d": {"load_step_bytes": 8 << 20},
+    "p": {"load_step_bytes": 8 << 20, "wait_seconds": 10},
+    "q": {"wait_seconds": 10},
 }
+_CORES: Final = {"p": "0|1", "q": "0|1"}
 
-_TOKENS_MAX: Final = {"a": 4096, "b": 1024, "c": 4096, "d": 4096, "e": 4096}
+_TOKENS_MAX: Final = {"b": 1024}
 
-_TOGETHER: Final = {"a": "ab", "b": "ab", "c": "c", "d": "de", "e": "de"}
-"""Which nodes are started side by side."""
+_TOGETHER: Final = {"a": "ab", "b": "ab", "d": "de", "e": "de"}
+"""Which nodes are started side by side; the others alone."""
 
 _MODELS: Final = {"d": random_latent_folder, "e": random_latent_folder}
 
@@ -98,7 +103,9 @@ class VllmNode:
 
     def __init__(self, folder: Path, name: str, log_url: str) -> None:
         self.daemon = Node(folder, name, daemon_config(folder, name, log_url, pool={"bytes": 256 << 20}))
-        self.server = VllmServer(folder, name, _MODELS.get(name, random_folder)())
+        self.server = VllmServer(
+            folder, name, _MODELS.get(name, random_folder)(), cores=_CORES.get(name, "0")
+        )
         self.name = name
         self.acked_at_kill: dict[str, int] = {}
         self.pace = Pace()
@@ -153,7 +160,7 @@ class VllmNode:
         self, session: str, tokens: Sequence[int], many: int, do: Callable[[], None], **body: object
     ) -> list[int]:
         """Stream until so many tokens have come, do something, and give what had come by then."""
-        most = _TOKENS_MAX[self.name] - len(tokens)
+        most = _TOKENS_MAX.get(self.name, 4096) - len(tokens)
         pace = Pace()
         for answer in self.stream(session, tokens, most, **body):
             pace.shown(len(answer.tokens))
@@ -290,7 +297,7 @@ class Fleet:
         if name in self._reset and not to_reset:
             self._nodes[name].server.kill()
         (self._reset.add if to_reset else self._reset.discard)(name)
-        for each in _TOGETHER[name]:  # both at once: they start side by side
+        for each in _TOGETHER.get(name, name):  # both at once: they start side by side
             self._nodes[each].launch()
         self._nodes[name].server.wait_ready()
         return self._nodes[name]

@@ -11,7 +11,7 @@ from tests.vllm.servers import run_vllm_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-SERVED = {"plain", "mla", "latent kernel", "worker", "version", "base class"}
+SERVED = {"plain", "tensor parallel", "mla", "latent kernel", "worker", "version", "base class"}
 SAID = {
     "window": "SlidingWindowSpec",
     "window as full": "sliding window of 64",
@@ -23,7 +23,6 @@ SAID = {
     "other V": "K has 32 dimensions and V has 64",
     "packed": "INT4_PER_TOKEN_HEAD",
     "bytes": "uint8",
-    "tensor parallel": "not yet shown on a real engine",
     "tensor parallel that does not divide": "3 ranks do not divide",
     "pipeline parallel": "--pipeline-parallel-size",
     "data parallel": "--data-parallel-size",

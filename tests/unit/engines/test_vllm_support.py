@@ -40,7 +40,6 @@ def test_plain_attention_is_served():
         (replace(FACTS, tensor_parallel=3, kv_heads=4), "3 ranks do not divide 4 KV heads"),
         (replace(FACTS, tensor_parallel=8, kv_heads=4), "8 ranks do not divide 4 KV heads"),
         (replace(FACTS, tensor_parallel=2, kv_heads=4, nodes=2), "2 machines"),
-        (replace(FACTS, tensor_parallel=2, kv_heads=4), "--tensor-parallel-size"),
         (replace(FACTS, tensor_parallel=2, kv_heads=4, executor="ray"), "ray"),
         (replace(FACTS, pipeline_parallel=2), "--pipeline-parallel-size"),
         (replace(FACTS, data_parallel=4), "--data-parallel-size"),
@@ -82,11 +81,24 @@ def test_latent_attention_is_served_with_one_plane():
     assert (1, 2) == (latent.planes, GROUP.planes)
 
 
+def test_latent_attention_of_several_ranks_is_refused():
+    """Each rank has the whole row: all of them would log it."""
+    latent = replace(GROUP, kind="MLAAttentionSpec", head_size=576, head_size_v=0)
+    refusal = first_refusal(replace(FACTS, groups=(latent,), tensor_parallel=2, kv_heads=4))
+    assert "--tensor-parallel-size" in str(refusal)
+
+
 def test_cuda_is_served_to_whoever_asks_for_it_in_so_many_words():
     """Nobody gets a path that has never run on a device by accident."""
     asked = ConnectorSettings.parse({"link": "/s", "cuda": "experimental"}).cuda
     assert first_refusal(replace(FACTS, platform="cuda", cuda=asked)) is None
     assert CudaUse.REFUSED is ConnectorSettings.parse({"link": "/s"}).cuda
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_that_divide_the_heads_are_served(ranks):
+    """Each keeps its heads of every row."""
+    assert first_refusal(replace(FACTS, tensor_parallel=ranks, kv_heads=4)) is None
 
 
 def test_drafts_of_the_prompt_are_served():
