@@ -31,6 +31,8 @@ pytestmark = pytest.mark.e2e
 PROMPT = "The cache is the conversation. " * 8
 TOKENS = 60
 CUT = 20
+LONG = 400
+"""Tokens of an answer that is not over before a test that waits for a processor has stopped its node."""
 
 whole = partial(whole_answer, prompt=PROMPT, max_tokens=TOKENS)
 """A whole answer."""
@@ -99,12 +101,12 @@ def test_session_is_taken_over_again_and_again_without_loss(nodes: tuple[Node, N
 def test_paused_node_finds_itself_fenced_and_stops(nodes: tuple[Node, Node]) -> None:
     """A node that was only slow ends its request as fenced, and what it still wrote is stale for every reader."""
     a, b = nodes
-    reference = whole(b, "reference")
+    reference = whole(b, "reference", max_tokens=LONG)
     answers: list[Answer] = []
     at_cut = threading.Event()
 
     def client() -> None:
-        for answer in ask(a.url, prompt=PROMPT, max_tokens=TOKENS, session="s"):
+        for answer in ask(a.url, prompt=PROMPT, max_tokens=LONG, session="s"):
             answers.append(answer)
             if len(answer.tokens) >= CUT:
                 at_cut.set()
@@ -114,7 +116,7 @@ def test_paused_node_finds_itself_fenced_and_stops(nodes: tuple[Node, Node]) -> 
     assert at_cut.wait(20)
     a.signal(signal.SIGSTOP)
     shown = list(answers[-1].tokens)
-    resumed = whole(b, "s", resume_token_ids=shown)
+    resumed = whole(b, "s", max_tokens=LONG, resume_token_ids=shown)
     a.signal(signal.SIGCONT)
     thread.join(30)
     assert shown + resumed.tokens == reference.tokens
