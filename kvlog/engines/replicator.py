@@ -361,7 +361,8 @@ class Replicator:
         """Give a link up, and tell its turns."""
         if self._stopping:
             link.client.leave(self.close_seconds)
-        link.client.close()
+        else:
+            link.client.close()
         link.client.join(
             _JOIN_SECONDS
         )  # an answer that is being read now would open a turn on a dead link for good

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from consumers.demo_log import DemoLog
-from kvlog.ids import FIRST_OFFSET, SessionId
-from kvlog.log.settings import LogSettings
+from kvlog.ids import SessionId
 from tests.integration.paged_engine import LAYOUT, PagedEngine, PagedOptions, paged, row_of
 from tests.nodes import Node, daemon_config, logged_length, until
+from tests.vllm.copies import whole_story
 from tests.vllm.servers import logged_session, rows_before
 
 if TYPE_CHECKING:
@@ -171,16 +170,11 @@ def test_flipped_byte_in_one_shard_is_computed_from_there_on_both_ranks(tmp_path
 
 async def _copies(url: str) -> int:
     """Copies a session, once with a damaged record of one shard. Returns: rows of both shards before it."""
-    log = await DemoLog.open(LogSettings(url=url, partitions=4))
-    log._starts = dict.fromkeys(log._starts, FIRST_OFFSET)
-    try:
-        story = await log.story(SessionId("origin"))
+    async with whole_story(url, "origin") as (log, story):
         await log.copy(story, SessionId("origin-whole"), damaged=None)
         at = len(story.entries) - 11
         await log.copy(story, SessionId("origin-damaged"), damaged=at)
         return rows_before(story, at)
-    finally:
-        await log.close()
 
 
 def test_load_that_fails_on_one_rank_is_computed_on_both_and_no_wrong_row_is_logged(

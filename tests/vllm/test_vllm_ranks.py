@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from consumers.demo_log import DemoLog
 from kvlog.checksums import checksum
-from kvlog.ids import FIRST_OFFSET, SessionId
-from kvlog.log.settings import LogSettings
+from kvlog.ids import SessionId
 from kvlog.records import Delta
 from tests.model.llama import random_folder
 from tests.nodes import Node, ask, daemon_config, last, logged_length, until
 from tests.processes import die_with_parent
+from tests.vllm.copies import whole_story
 from tests.vllm.fleet import TAKE_OVER, Row, prompt_of
 from tests.vllm.servers import ROOT, logged_session, rows_before, vllm_python, why_not
 
@@ -152,10 +151,7 @@ def _two_ranks(node: Node) -> dict[str, Any]:
 
 async def _damaged_copy(url: str) -> int:
     """Copies a session, with one flipped byte in the second rank's shard. Returns: rows of both shards before it."""
-    log = await DemoLog.open(LogSettings(url=url, partitions=4))
-    log._starts = dict.fromkeys(log._starts, FIRST_OFFSET)
-    try:
-        story = await log.story(SessionId("origin-ranks"))
+    async with whole_story(url, "origin-ranks") as (log, story):
         second = [
             index
             for index, entry in enumerate(story.entries)
@@ -163,5 +159,3 @@ async def _damaged_copy(url: str) -> int:
         ]
         await log.copy(story, SessionId("damaged-ranks"), damaged=second[-10])
         return rows_before(story, second[-10])
-    finally:
-        await log.close()
