@@ -113,11 +113,7 @@ def _open_batch(batch: memoryview, base: int, offset: int) -> tuple[list[Fetched
 
 
 def _messages(batch: memoryview, count: int, *, base: int, first_ms: int) -> list[FetchedMessage]:
-    """Every message of a batch, which must be its records to the last byte.
-
-    Raises:
-        _NOT_OURS: it is not.
-    """
+    """Every message of a batch, which must be its records to the last byte; raises one of _NOT_OURS if it is not."""
     found: list[FetchedMessage] = []
     at = _BATCH_BYTES_MIN
     for _ in range(count):
