@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -271,7 +272,12 @@ async def test_passing_trouble_is_said_and_tried_again(link: FakeLink, code: int
     with pytest.raises(LogUnavailable):
         await read(reader, 1)
     link.fetch = Shelf(1, 0, 0)
-    assert [(0, 0)] == await read(reader, 1)
+    got: list[tuple[int, int]] = []
+    async with asyncio.timeout(5):
+        while not got:
+            with suppress(LogUnavailable):  # the answer that was on its way may be one more of the old ones
+                got = await read(reader, 1)
+    assert [(0, 0)] == got
     assert [] == list(await reader.poll(bytes_max=1, timeout_seconds=0.05))
     await reader.close()
 
