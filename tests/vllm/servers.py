@@ -34,7 +34,6 @@ from consumers.vllm_server import (
 from kvlog.checksums import DIGEST_BYTES
 from kvlog.errors import ConfigError
 from kvlog.ids import Shard
-from kvlog.records import Claim, Delta
 from kvlog.wire.replayed import PREFIX_BYTES, read_head
 from tests.nodes import until
 from tests.processes import die_with_parent
@@ -42,14 +41,11 @@ from tests.processes import die_with_parent
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from consumers.demo_log import SessionStory
-
 __all__ = [
     "ROOT",
     "LoggedSession",
     "VllmServer",
     "logged_session",
-    "rows_before",
     "run_vllm_python",
     "vllm_python",
     "why_not",
@@ -264,17 +260,6 @@ class LoggedSession:
             hashlib.blake2b(layer[:positions].tobytes(), digest_size=DIGEST_BYTES).hexdigest()
             for layer in self.layers
         ]
-
-
-def rows_before(story: SessionStory, index: int) -> int:
-    """Rows that every shard has before a record; the ranks' records do not come strictly in turn."""
-    ends: dict[int, int] = {}
-    for entry in story.entries[:index]:
-        if isinstance(entry.record, Delta):
-            ends[entry.record.shard] = entry.record.start + len(entry.record.tokens)
-    claim = story.entries[0].record
-    assert isinstance(claim, Claim)
-    return min(ends.get(shard, 0) for shard in range(claim.identity.shards))
 
 
 def logged_session(log_url: str, session: str, folder: Path, shard: int = 0) -> LoggedSession:
