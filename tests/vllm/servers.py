@@ -16,7 +16,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import httpx
 import numpy as np
@@ -90,7 +90,12 @@ def run_vllm_python(arguments: Sequence[str]) -> subprocess.CompletedProcess[str
 
 
 class VllmServer:
-    """One `vllm serve`, with the watched connector, or without any."""
+    """One `vllm serve`, with the watched connector, or without any.
+
+    `folders`: for temporary files, of all servers that this process has launched; gone when their servers are.
+    """
+
+    folders: ClassVar[list[Path]] = []
 
     def __init__(self, folder: Path, name: str, model: Path, *, cores: str = "0") -> None:
         """`cores`: those of each rank, as VLLM_CPU_OMP_THREADS_BIND has them."""
@@ -124,6 +129,7 @@ class VllmServer:
             ]
         self.url = f"http://127.0.0.1:{port}"
         self._temporary = Path(tempfile.mkdtemp(prefix="kvlog-vllm-"))  # short: vLLM's sockets are in it
+        self.folders.append(self._temporary)
         environment = {
             **os.environ,
             **server_environment(path=ROOT, witness=self.watch),
