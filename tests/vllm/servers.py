@@ -41,6 +41,8 @@ from tests.processes import die_with_parent
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tests.vllm.forked import ForkedProcess, ForkedServers
+
 __all__ = [
     "ROOT",
     "LoggedSession",
@@ -93,6 +95,7 @@ class VllmServer:
     """One `vllm serve`, with the watched connector, or without any.
 
     `folders`: for temporary files, of all servers that this process has launched; gone when their servers are.
+    `forks`: whose fork it is; None: it is started from nothing.
     """
 
     folders: ClassVar[list[Path]] = []
@@ -108,7 +111,8 @@ class VllmServer:
         self._acked = folder / f"{name}-acked.json"
         self._fail_loads = folder / f"{name}-fail-loads"
         self._temporary: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
+        self.forks: ForkedServers | None = None
 
     def launch(self, link: Path | None, *options: str, **extra: object) -> None:
         """Start it; it is not there yet.
@@ -139,8 +143,16 @@ class VllmServer:
             "KVLOG_TEST_ACKED": str(self._acked),
             "KVLOG_TEST_FAIL_LOADS": str(self._fail_loads),
         }
-        with (self.folder / f"{self.name}.log").open("ab") as log:
-            self._process = subprocess.Popen(
+        self._process = self._start([str(one) for one in arguments], environment)
+
+    def _start(
+        self, arguments: list[str], environment: dict[str, str]
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        path = self.folder / f"{self.name}.log"
+        if self.forks is not None:
+            return self.forks.launch(arguments, environment, folder=self.folder, log=path)
+        with path.open("ab") as log:
+            return subprocess.Popen(
                 [vllm_python(), "-m", MODULE, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

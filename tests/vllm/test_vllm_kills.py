@@ -4,6 +4,8 @@ Three unlike nodes: blocks of 128 and prefill in chunks, few blocks of 32 and lo
 them dies at a random point, its daemon with it, while the others go on, and is started again beside them. Clients are
 what a plain load balancer and a router make of them: each request goes to any node that is up; an answer that breaks
 off goes on at another one with the tokens that were shown.
+
+Servers are forks here (tests.vllm.fork_servers): sixty processes that each import vLLM would take half an hour.
 """
 
 from __future__ import annotations
@@ -155,6 +157,7 @@ def test_twenty_nodes_killed_under_conversations_lose_repeat_and_change_nothing(
     """
     seed = int(os.environ.get("KVLOG_SEED") or time.time_ns() % 1_000_000)
     chance = random.Random(seed)
+    fleet.fork_servers()
     prompt = prompt_of("test_twenty_nodes_killed_under_conversations_lose_repeat_and_change_nothing")
     prompts = [prompt[k:] for k in range(CLIENTS)]
     talks = [
