@@ -14,7 +14,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import httpx
 import numpy as np
@@ -40,6 +40,7 @@ __all__ = [
     "daemon_config",
     "last",
     "logged_length",
+    "nodes_started_by",
     "running",
     "says_busy",
     "synthetic_answer",
@@ -124,6 +125,30 @@ class Process:
             ) from None
 
 
+StartProgram: TypeAlias = "Callable[[Sequence[str], Path, dict[str, str] | None], Process]"
+"""Starts `python -m ARGUMENTS` with its output in a file and more in its environment."""
+
+
+@dataclass
+class _Starting:
+    """How nodes are started. It is of the whole test process: what starts them is, too."""
+
+    program: StartProgram
+
+
+_starting = _Starting(Process)
+
+
+@contextmanager
+def nodes_started_by(start: StartProgram) -> Iterator[None]:
+    """Start daemons and engines otherwise than by a new interpreter."""
+    before, _starting.program = _starting.program, start
+    try:
+        yield
+    finally:
+        _starting.program = before
+
+
 def daemon_config(folder: Path, name: str, log_url: str, **sections: dict[str, object]) -> Path:
     """Write a daemon's TOML file with small sizes."""
     values: dict[str, dict[str, object]] = {
@@ -146,7 +171,11 @@ def daemon_config(folder: Path, name: str, log_url: str, **sections: dict[str, o
 
 @dataclass
 class Node:
-    """One daemon and one engine; `start_program` starts the engine."""
+    """One daemon and one engine.
+
+    Args:
+        start_engine_program: None: the engine is started as the daemon is, see `nodes_started_by`.
+    """
 
     folder: Path
     name: str
@@ -155,7 +184,7 @@ class Node:
     daemon: Process | None = None
     engine: Process | None = None
     url: str = ""
-    start_program: Callable[[Sequence[str], Path], Process] = Process
+    start_engine_program: StartProgram | None = None
 
     @classmethod
     def start(
@@ -179,7 +208,7 @@ class Node:
     def launch_daemon(self, environment: dict[str, str] | None = None) -> Process:
         """Start a daemon; it is not there yet. A process dies with the thread that started it."""
         output = self.folder / f"{self.name}-daemon.log"
-        self.daemon = Process(["daemon", "run", "--config", str(self.config)], output, environment)
+        self.daemon = _starting.program(["daemon", "run", "--config", str(self.config)], output, environment)
         return self.daemon
 
     def start_daemon(self, environment: dict[str, str] | None = None) -> Process:
@@ -208,7 +237,7 @@ class Node:
             "--link",
             str(self.folder / f"{self.name}.sock"),
         ]
-        self.engine = self.start_program(arguments, output)
+        self.engine = (self.start_engine_program or _starting.program)(arguments, output, None)
         return self.engine
 
     def start_engine(self) -> Process:

@@ -10,11 +10,13 @@ they like; its parent has a deadline. Exit code 0: the folder is complete.
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import sys
 from pathlib import Path
 
+import gguf
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils.hub import cached_file
@@ -36,6 +38,7 @@ _CHAT_TEMPLATE = (
 
 def from_gguf(file: Path, folder: Path) -> None:
     """Convert a Llama model in a GGUF file to bfloat16 safetensors, with its tokenizer."""
+    _remember_what_was_parsed()
     model = AutoModelForCausalLM.from_pretrained(
         file.parent,
         gguf_file=file.name,
@@ -45,6 +48,15 @@ def from_gguf(file: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _remember_what_was_parsed() -> None:
+    """Let transformers parse a file once instead of three times, and name the tensors once instead of once a module.
+
+    Both are more than half of the time, 48 s without and 22 s with. It holds to this process's end.
+    """
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, functools.cache(getattr(gguf, name)))
 
 
 def from_hub(repository: str, folder: Path) -> None:

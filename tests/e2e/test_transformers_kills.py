@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvlog.engines.kv_digests import digests_at
+from tests.forks import ENGINES, Forks
 from tests.model.llama import Run, random_folder, random_model
 from tests.nodes import Node, ask, daemon_config, until
-from tests.warm_engines import WarmEngines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,9 +32,9 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
     url = f"file://{tmp_path}/log"
     model = ("--model", str(random_folder()), "--dtype", "float32", "--threads", "1")
     engine = ("transformers", *model, "--tokens-per-second", "50", "--claim-seconds", "5")
-    with WarmEngines() as warm:
+    with Forks(ENGINES) as warm:
         made = [
-            Node(tmp_path, name, daemon_config(tmp_path, name, url), engine, start_program=warm.start)
+            Node(tmp_path, name, daemon_config(tmp_path, name, url), engine, start_engine_program=warm.start)
             for name in "abc"
         ]
         try:
