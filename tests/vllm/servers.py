@@ -272,10 +272,10 @@ class LoggedSession:
             for one, two in parts
         )
 
-    def digests(self, positions: int) -> list[str]:
+    def digests(self, positions: int, first: int = 0) -> list[str]:
         """As kvlog.engines.kv_digests has them."""
         return [
-            hashlib.blake2b(layer[:positions].tobytes(), digest_size=DIGEST_BYTES).hexdigest()
+            hashlib.blake2b(layer[first:positions].tobytes(), digest_size=DIGEST_BYTES).hexdigest()
             for layer in self.layers
         ]
 
