@@ -5,7 +5,7 @@ them dies at a random point, its daemon with it, while the others go on, and is 
 what a plain load balancer and a router make of them: each request goes to any node that is up; an answer that breaks
 off goes on at another one with the tokens that were shown.
 
-Servers are forks here (tests.vllm.fork_servers): sixty processes that each import vLLM would take half an hour.
+Servers are forks here (tests.vllm.fork_servers): the time of this test would be that of sixty processes' imports.
 """
 
 from __future__ import annotations
