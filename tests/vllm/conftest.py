@@ -11,6 +11,7 @@ import pytest
 
 from consumers.process_group import shared_files_of
 from tests.leftovers import Leftovers
+from tests.nodes import until
 from tests.vllm.fleet import Fleet
 from tests.vllm.servers import VllmServer, why_not
 
@@ -39,9 +40,8 @@ def nothing_left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     )  # by servers of somebody else, which live
     assert set() == _left() - before - held
     of_the_run = [tmp_path_factory.getbasetemp(), *VllmServer.folders, *(fleet.folder for fleet in _FLEETS)]
-    found = Leftovers.of(of_the_run)
-    assert ((), ()) == (found.processes, found.sockets)
-    assert held_before.memfds == found.memfds
+    # A thread of a process that was killed may still be letting go of its sockets.
+    until(lambda: Leftovers.of(of_the_run) == held_before, seconds=10, what=f"{held_before} and no more")
     kept = (
         [] if request.session.testsfailed else [fleet.folder for fleet in _FLEETS]
     )  # a failed run's is looked at
