@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hypothesis import settings
+
 if TYPE_CHECKING:
     import pytest
 
 pytest_plugins = ["pytester", "tests.kafka.plugin"]
+
+# A test has two minutes in all; how long one example takes says how busy the machine is.
+settings.register_profile("unhurried", parent=settings(), deadline=None)
+settings.load_profile("unhurried")
 
 _LONG = ("model", "e2e")
 

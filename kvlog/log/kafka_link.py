@@ -26,6 +26,7 @@ from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from kvlog.errors import KvlogError, LogUnavailable
 from kvlog.log.kafka_errors import Code, code_name, denied, translate
+from kvlog.log.kafka_inflow import take_over
 from kvlog.log.kafka_options import ssl_context
 from kvlog.log.kafka_protocol import TopicMetadata
 
@@ -242,7 +243,7 @@ class KafkaLink:
 
     async def _connect(self, host: str, port: int) -> aiokafka_conn.AIOKafkaConnection:
         security = self._options.security
-        return await aiokafka_conn.create_conn(
+        connection = await aiokafka_conn.create_conn(
             host,
             port,
             client_id=self._options.client_id,
@@ -254,6 +255,8 @@ class KafkaLink:
             sasl_plain_username=security.username,
             sasl_plain_password=security.password,
         )
+        take_over(connection)
+        return connection
 
     def _hung_up(self, node: int, error: Exception) -> KvlogError:
         """A listener that speaks another protocol than we do says nothing about it: it hangs up."""

@@ -33,6 +33,7 @@ from aiokafka.protocol.types import (
     Schema,
     String,
     TaggedFields,
+    UnsignedVarInt32,
 )
 
 if TYPE_CHECKING:
@@ -70,6 +71,28 @@ class _Uuid(AbstractType):
     @classmethod
     def decode(cls, data: BytesIO) -> bytes:
         return data.read(16)
+
+
+class _CompactView(AbstractType):
+    """Bytes that stay where they were received: of an answer of eight MiB nothing is copied to read it."""
+
+    @classmethod
+    def encode(cls, value: memoryview | None) -> bytes:
+        encoded: bytes = CompactBytes.encode(None if value is None else bytes(value))
+        return encoded
+
+    @classmethod
+    def decode(cls, data: BytesIO) -> memoryview | None:
+        length = UnsignedVarInt32.decode(data) - 1
+        if length < 0:
+            return None
+        at = data.tell()
+        # The very bytes that the stream was made of, and no copy, as long as nobody writes to it.
+        value = memoryview(data.getvalue())[at : at + length]
+        if len(value) != length:
+            raise ValueError("Buffer underrun decoding Bytes")
+        data.seek(at + length)
+        return value
 
 
 def show_topic_id(topic_id: bytes) -> str:
@@ -184,7 +207,7 @@ class _FetchResponse(Response):
                             ),
                         ),
                         ("preferred_read_replica", Int32),
-                        ("records", CompactBytes),
+                        ("records", _CompactView),
                         ("tags", TaggedFields),
                     ),
                 ),

@@ -16,7 +16,7 @@ import asyncio
 import random
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlog.errors import ConfigError, KvlogError, LogReplaced, LogTruncated, LogUnavailable
 from kvlog.ids import Offset, Partition
@@ -53,12 +53,12 @@ _RECORDS = 7
 _CLOSE_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A message and the partition where it was read."""
+class Read(NamedTuple):
+    """A message, the partition where it was read, and the bytes of its key and value."""
 
     partition: Partition
     message: FetchedMessage
+    size_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +158,7 @@ class KafkaReader:
 
     def _keep_ready(self, partitions: Collection[Partition]) -> None:
         self._ready = deque(read for read in self._ready if read.partition in partitions)
-        self._ready_bytes = sum(_size(read) for read in self._ready)
+        self._ready_bytes = sum(read.size_bytes for read in self._ready)
 
     async def poll(self, *, bytes_max: int, timeout_seconds: float) -> Sequence[LogMessage]:
         """See base.LogReader.poll."""
@@ -223,10 +223,10 @@ class KafkaReader:
         """At least one message, then as many as fit."""
         taken: list[Read] = []
         size = 0
-        while self._ready and (not taken or size + _size(self._ready[0]) <= bytes_max):
+        while self._ready and (not taken or size + self._ready[0].size_bytes <= bytes_max):
             read = self._ready.popleft()
             taken.append(read)
-            size += _size(read)
+            size += read.size_bytes
             place = self._places[read.partition]
             place.held -= 1
             # With nothing left to return, it is read up to where it fetches: compaction leaves gaps.
@@ -374,7 +374,7 @@ class KafkaReader:
             case _:
                 self._pause(place, self._unavailable(partition, code))
 
-    def _keep(self, place: _Place, records: bytes) -> None:
+    def _keep(self, place: _Place, records: bytes | memoryview) -> None:
         if not records:
             return
         found = read_records(records, place.fetch_at)
@@ -383,9 +383,9 @@ class KafkaReader:
             place.epoch = found.epoch
         place.held += len(found.messages)
         for message in found.messages:
-            read = Read(place.partition, message)
-            self._ready.append(read)
-            self._ready_bytes += _size(read)
+            size = len(message.value or b"") + len(message.key or b"")
+            self._ready.append(Read(place.partition, message, size))
+            self._ready_bytes += size
         if not place.held:
             place.position = place.fetch_at
 
@@ -460,10 +460,6 @@ class KafkaReader:
 
     def _unavailable(self, partition: int, code: int) -> LogUnavailable:
         return LogUnavailable(where=self._link.where, problem=f"partition {partition}: {code_name(code)}")
-
-
-def _size(read: Read) -> int:
-    return len(read.message.value or b"") + len(read.message.key or b"")
 
 
 def _as_message(read: Read) -> LogMessage:

@@ -115,4 +115,6 @@ class KafkaTable:
             if read.message.key is not None:
                 # Popped first, so that rows stand in the order of their last change.
                 rows.pop(read.message.key, None)
-                rows[read.message.key] = read.message.value
+                value = read.message.value
+                # A copy: a row is kept for long, and a view would keep all that was fetched with it.
+                rows[read.message.key] = None if value is None else bytes(value)

@@ -6,7 +6,8 @@ import gzip
 import struct
 
 import pytest
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from aiokafka.errors import KafkaError
+from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +32,7 @@ def batch(base: int, *values: bytes | None, epoch: int = 7) -> bytearray:
     return data
 
 
-def offsets_and_values(messages: list[FetchedMessage]) -> list[tuple[int, bytes | None]]:
+def offsets_and_values(messages: list[FetchedMessage]) -> list[tuple[int, bytes | memoryview | None]]:
     """What matters of messages."""
     return [(message.offset, message.value) for message in messages]
 
@@ -132,6 +133,29 @@ def test_any_damage_gives_messages_and_never_goes_back(flips: list[tuple[int, in
     found = read_records(bytes(data), offset)
     assert found.next_offset >= offset
     assert all(message.offset >= offset for message in found.messages)
+
+
+@given(st.lists(st.tuples(st.integers(61, 220), st.integers(0, 255)), max_size=3), st.binary(max_size=3))
+def test_batch_is_read_and_refused_as_by_aiokafka(flips: list[tuple[int, int]], tail: bytes) -> None:
+    """Its own reader, which copies each value, finds the same messages in any bytes, and refuses the same batches."""
+    data = batch(0, b"a" * 20, None, b"b" * 70, b"") + tail
+    struct.pack_into(">i", data, LENGTH_AT, len(data) - 12)
+    for at, value in flips:
+        data[61 + at % (len(data) - 61)] = value
+    try:
+        expected = [(r.offset, r.timestamp, r.key, r.value) for r in DefaultRecordBatch(bytes(data))]
+    except (KafkaError, ValueError, IndexError):
+        expected = [(offset, 0, None, b"") for offset in range(4)]
+    expected = [message for message in expected if message[0] >= 0]
+    assert expected == [tuple(message) for message in read_records(bytes(data), 0).messages]
+
+
+def test_value_is_a_view_of_what_was_fetched() -> None:
+    """Records are large: none is copied before its rows go to their place."""
+    data = memoryview(bytes(batch(0, b"a" * 1000)))
+    (message,) = read_records(data, 0).messages
+    assert isinstance(message.value, memoryview)
+    assert message.value.obj is data.obj
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", bytes(12), bytes(61), b"\xff" * 200])
