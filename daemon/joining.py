@@ -61,12 +61,14 @@ class JointAsk:
         number: under which the core was asked; 0: it was not yet.
         whole: set once every shard has asked, or all have been answered.
         over: all have been answered.
+        counted: it was said that it was refused.
     """
 
     asks: dict[Shard, RankAsk] = field(default_factory=dict)
     number: int = _UNASKED
     whole: asyncio.Event = field(default_factory=asyncio.Event)
     over: bool = False
+    counted: bool = False
 
     @property
     def first(self) -> RankAsk:

@@ -79,7 +79,8 @@ class TurnOpener:
             refusal = await ask.answer
         finally:  # the link's end, most likely: a rank that leaves before the answer leaves for all of them
             self._refuse(joint, link.UnloggedReason.RANK_MISSING, "another rank has left")
-        if refusal is not None and refusal.reason in _OF_RANKS:
+        if refusal is not None and refusal.reason in _OF_RANKS and not joint.counted:
+            joint.counted = True  # once for all of them: it is one turn that was not logged
             self._count(message.session, refusal.reason.value, None, detail=refusal.detail)
         return refusal
 

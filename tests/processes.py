@@ -18,8 +18,8 @@ _LIBC = ctypes.CDLL(None)
 _PARENT = os.getpid()
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int = _PARENT) -> None:
     """Ask the kernel for SIGKILL at the parent's end: a `preexec_fn`, so it runs in the child, before the program."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != _PARENT:  # it ended before we could ask
+    if os.getppid() != parent:  # it ended before we could ask
         os._exit(1)

@@ -23,17 +23,18 @@ __all__ = ["digests_at", "layer_digests"]
 _CHUNK_BYTES = 4 << 20
 
 
-def layer_digests(cache: RowCache, layout: Layout, positions: int) -> list[str]:
-    """Blake2b of each layer's bytes of rows [0, positions), in hex; costs a pass over them, 1 ms a MB.
+def layer_digests(cache: RowCache, layout: Layout, positions: int, *, first: int = 0) -> list[str]:
+    """Blake2b of each layer's bytes of rows [first, positions), in hex; costs a pass over them, 1 ms a MB.
 
     Args:
         cache: has that many rows.
         layout: of its rows.
         positions: how many, from 0.
+        first: position of the first row that counts.
     """
     digests = [hashlib.blake2b(digest_size=DIGEST_BYTES) for _ in range(layout.layers)]
     step = max(1, _CHUNK_BYTES // layout.row_bytes)
-    for start in range(0, positions, step):
+    for start in range(first, positions, step):
         count = min(step, positions - start)
         rows = np.empty((count, layout.layers, layout.row_bytes // layout.layers), np.uint8)
         cache.copy_rows(start, rows.reshape(-1).data)

@@ -383,7 +383,7 @@ class Replicator:
     def _ask(self, link: EngineLink, turn: TurnState) -> None:
         """Ask for a turn if it is time to."""
         now = time.monotonic()
-        patience = turn.request.wait_seconds + self._options.answer_seconds
+        patience = turn.wait_seconds + self._options.answer_seconds
         attempt = turn.begin(now, now + patience)
         if attempt is None:
             return

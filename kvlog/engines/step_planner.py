@@ -259,12 +259,14 @@ class StepPlanner:
         for dropped in report.dropped:
             tracked = self._by_key.get(dropped.key)
             if tracked is not None:
-                if dropped.cause == UnloggedReason.FENCED and tracked.cause is None:
+                is_fenced = dropped.cause == UnloggedReason.FENCED
+                if is_fenced and tracked.cause is None:
                     fenced.append(tracked.request.name)
                 if tracked.cause is None and self._options.shards > 1:
-                    self._closes.append(
-                        CloseAsk(dropped.key)
-                    )  # what one worker cannot log is of no use to the others
+                    # What one worker cannot log is of no use to the others; `finished` comes too late for them to
+                    # forget the session then. One that is another node's is not ours to end.
+                    forget = not tracked.request.named and not is_fenced
+                    self._closes.append(CloseAsk(dropped.key, forget=forget))
                 self._drop(tracked, dropped.cause)
         return fenced
 

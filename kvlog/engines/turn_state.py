@@ -50,6 +50,12 @@ RETRY_SECONDS_MIN = 0.1
 RETRY_SECONDS_MAX = 10.0
 """A daemon that says no for a passing reason is asked again after 0.1, 0.2, 0.4 … 10 s."""
 
+RANK_PAUSE_SECONDS_MAX = 0.5
+RANK_WAIT_SECONDS_MAX = 10.0
+"""Who misses another rank waits for it twice as long each time, up to 10 s, and pauses for 0.5 s at most: so ranks that
+ask out of phase meet, whoever of them came late is found at once, most likely, and a rank that stays away costs a
+question with all its token ids every 10 s."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
@@ -129,12 +135,22 @@ class TurnState:
         self.watcher: Callable[[], None] | None = None
         self._attempts = 0
         self._refusals = 0
+        self._misses = 0
 
     @property
     def reason(self) -> UnloggedReason | EndedReason | None:
         """Why nothing is logged; None while it is, or after the end."""
         phase = self.phase
         return phase.reason if isinstance(phase, Unlogged | Asking) else None
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long the daemon may take over the next question; longer than the request said after a missing rank.
+
+        Whoever asks again has begun to be computed: nobody stands still for it.
+        """
+        wanted = self.request.wait_seconds
+        return max(wanted, min(wanted * 2.0 ** min(self._misses, 16), RANK_WAIT_SECONDS_MAX))
 
     def message(self, number: RequestNumber) -> OpenTurn:
         """The OpenTurn for the tokens so far."""
@@ -146,7 +162,7 @@ class TurnState:
             context=asked.context,
             continues=self.epoch,
             mode=asked.mode,
-            wait_ms=int(1000 * asked.wait_seconds),
+            wait_ms=int(1000 * self.wait_seconds),
             take_over=asked.take_over or self.epoch > 0,
             group=asked.group,
         )
@@ -254,7 +270,7 @@ class TurnState:
         # Also less than before: what is behind log_from is written anew. Below it may be rows that are still on their
         # way; what is handed out is in the log, and the first new row that is acknowledged speaks for all before it.
         self.acked_length = min(opened.log_from, opened.attach_length)
-        self._refusals = 0
+        self._refusals = self._misses = 0
         cursor = LogCursor(opened.turn, opened.epoch, session_hash(self.request.session), opened.log_from)
         self.phase = Logged(link, cursor, opened)
         if self._may_attach:
@@ -264,11 +280,15 @@ class TurnState:
         if reason is UnloggedReason.FENCED and self.epoch:
             self._fence()
             return
-        delay = min(RETRY_SECONDS_MIN * 2 ** min(self._refusals, 16), RETRY_SECONDS_MAX)
-        self._refusals += 1
         if reason is UnloggedReason.RANK_MISSING:
+            self._misses += 1
             # Shorter than the daemon waits for the others: so each of them waits most of the time, and they meet.
-            delay = min(delay, self.request.wait_seconds / 2)
+            pause = min(RETRY_SECONDS_MIN * 2 ** min(self._misses - 1, 16), RANK_PAUSE_SECONDS_MAX)
+            delay = min(pause, self.wait_seconds / 2)
+        else:  # for all ranks at once, so that they pause alike
+            self._misses = 0
+            delay = min(RETRY_SECONDS_MIN * 2 ** min(self._refusals, 16), RETRY_SECONDS_MAX)
+            self._refusals += 1
         self.phase = Unlogged(reason, now + delay if reason.passes else float("inf"))
 
     def _fence(self) -> None:

@@ -274,7 +274,7 @@ class LinkServer:
     async def _welcome(self, peer: Peer, pipe: _Pipe) -> None:
         if self._peers >= self._options.peers_max:
             self._counters["overloaded"] += 1
-            hint = "Stop engines of this node, or raise link.peers_max."
+            hint = "Stop engines of this node, or raise link.engines_max."
             await pipe.send(Rejected(RejectReason.OVERLOADED, hint))
             return
         self._counters["accepted"] += 1

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from kvlog.ids import SessionId
 from tests.integration.paged_engine import LAYOUT, PagedEngine, PagedOptions, paged, row_of
 from tests.nodes import Node, daemon_config, logged_length, until
-from tests.vllm.copies import whole_story
-from tests.vllm.servers import logged_session, rows_before
+from tests.vllm.copies import copy_whole_and_damaged
+from tests.vllm.servers import logged_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.e2e
 
 PROMPT = list(range(100, 200))
 RANKS = 2
+AWAY_SECONDS = 3.0
 
 
 @contextmanager
@@ -42,9 +43,10 @@ def daemons(folder: Path, names: str) -> Iterator[list[Node]]:
 
 
 @contextmanager
-def two_ranks(node: Node, *, wait: float = 10.0) -> Iterator[PagedEngine]:
+def two_ranks(node: Node, *, wait: float = 10.0, blocks: int = 64) -> Iterator[PagedEngine]:
     """An engine beside a daemon, both links up."""
-    with paged(node.folder / f"{node.name}.sock", PagedOptions(ranks=RANKS, wait=wait)) as engine:
+    wanted = PagedOptions(ranks=RANKS, wait=wait, blocks=blocks)
+    with paged(node.folder / f"{node.name}.sock", wanted) as engine:
         for worker in engine.workers:
             assert worker.replicator.wait_connected(5)
         yield engine
@@ -152,13 +154,14 @@ def test_daemon_that_is_killed_and_comes_back_has_all_rows_of_both_ranks(tmp_pat
         assert_logged(node, engine, "r1", "s", len(finish(engine, node, "r1")) - 1)
 
 
-def test_flipped_byte_in_one_shard_is_computed_from_there_on_both_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", [0, 1])
+def test_flipped_byte_in_one_shard_is_computed_from_there_on_both_ranks(tmp_path: Path, shard: int) -> None:
     """The control: the undamaged copy is loaded whole; of the other, what comes before the damage, on both."""
     with daemons(tmp_path, "a") as (node,), two_ranks(node) as engine:
         engine.add("r1", PROMPT, "origin")
         engine.run_until("r1", 130)
         tokens = finish(engine, node, "r1", "origin")
-        damaged_from = asyncio.run(_copies(f"file://{tmp_path}/log"))
+        damaged_from = asyncio.run(copy_whole_and_damaged(f"file://{tmp_path}/log", "origin", shard))
         for session, wanted in (("origin-damaged", damaged_from), ("origin-whole", 129)):
             before = [worker.counts.rows_loaded for worker in engine.workers]
             engine.add(session, [*tokens, 7], session)
@@ -166,15 +169,6 @@ def test_flipped_byte_in_one_shard_is_computed_from_there_on_both_ranks(tmp_path
             after = [worker.counts.rows_loaded for worker in engine.workers]
             assert [wanted, wanted] == [now - then for now, then in zip(after, before, strict=True)], session
             assert_blocks(engine, session)
-
-
-async def _copies(url: str) -> int:
-    """Copies a session, once with a damaged record of one shard. Returns: rows of both shards before it."""
-    async with whole_story(url, "origin") as (log, story):
-        await log.copy(story, SessionId("origin-whole"), damaged=None)
-        at = len(story.entries) - 11
-        await log.copy(story, SessionId("origin-damaged"), damaged=at)
-        return rows_before(story, at)
 
 
 def test_load_that_fails_on_one_rank_is_computed_on_both_and_no_wrong_row_is_logged(
@@ -231,22 +225,47 @@ def _is_ready(engine: PagedEngine, name: str) -> bool:
     return len(tracked.ready) == RANKS
 
 
+@contextmanager
+def rank_away(engine: PagedEngine, rank: int) -> Iterator[None]:
+    """Within this, a rank has no link."""
+    replicator = engine.workers[rank].replicator
+    real, link = replicator._connect, replicator._link
+    replicator._connect = lambda: None  # type: ignore[method-assign]
+    assert link is not None
+    link.client.close("cut by the test")
+    engine.step_until(lambda: not replicator.connected)
+    yield
+    replicator._connect = real  # type: ignore[method-assign]
+
+
 def test_rank_without_a_link_leaves_the_request_unlogged_on_both_until_it_has_one(tmp_path: Path) -> None:
     """The answer does not wait for it; nothing is claimed; once it is there, all rows are logged."""
     with daemons(tmp_path, "a") as (node,), two_ranks(node, wait=0.2) as engine:
-        replicator = engine.workers[1].replicator
-        real, gate = replicator._connect, [True]
-        replicator._connect = lambda: None if gate[0] else real()  # type: ignore[method-assign]
-        link = replicator._link
-        assert link is not None
-        link.client.close("cut by the test")
-        engine.step_until(lambda: not replicator.connected)
-        engine.add("r1", PROMPT, "s")
-        engine.run_until("r1", 110)
         assert node.daemon is not None
-        assert [] == node.daemon.events("turn_opened")
-        gate[0] = False
+        with rank_away(engine, 1):
+            engine.add("r1", PROMPT, "s")
+            engine.run_until("r1", 110)
+            assert [] == node.daemon.events("turn_opened")
         engine.step_until(lambda: all(worker.replicator.counts.turns_opened for worker in engine.workers))
+        engine.run_until("r1", len(engine.requests["r1"].tokens) + 10)
+        assert_logged(node, engine, "r1", "s", len(finish(engine, node, "r1")) - 1)
+
+
+def test_rank_that_stays_away_is_asked_for_seldom_and_found_soon_when_it_comes(tmp_path: Path) -> None:
+    """Each question has all token ids of its request; and who waits longer each time still finds a late rank."""
+    with daemons(tmp_path, "a") as (node,), two_ranks(node, wait=0.2, blocks=1024) as engine:
+        assert node.daemon is not None
+        with rank_away(engine, 1):
+            engine.add("r1", PROMPT, "s")
+            engine.run_until("r1", 110)
+            came = time.monotonic() + AWAY_SECONDS
+            engine.step_until(lambda: time.monotonic() > came)
+            missed = [event["reason"] for event in node.daemon.events("turn_unlogged")]
+        came = time.monotonic()
+        engine.step_until(lambda: all(worker.replicator.counts.turns_opened for worker in engine.workers))
+        assert 2 <= len(missed) <= 6
+        assert {"rank_missing"} == set(missed)
+        assert time.monotonic() - came < 2.0
         engine.run_until("r1", len(engine.requests["r1"].tokens) + 10)
         assert_logged(node, engine, "r1", "s", len(finish(engine, node, "r1")) - 1)
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from consumers.process_group import shared_files_of
+from tests.leftovers import Leftovers
+from tests.nodes import until
 from tests.vllm.fleet import Fleet
-from tests.vllm.servers import why_not
+from tests.vllm.servers import VllmServer, why_not
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,17 +28,24 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left() -> Iterator[None]:
-    """After all tests: no shared memory that nobody holds, and nothing of vLLM's in the folder for temporary files.
+def nothing_left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """After all tests: no process, socket, nameless memory or folder of this run; nor shared memory that nobody holds.
 
-    Servers have a folder of their own for those; what goes past it is found here.
+    Servers have folders of their own for temporary files; what goes past those is found by vLLM's names for it.
     """
-    before = _left()
+    before, held_before = _left(), Leftovers.of(())
     yield
     held = shared_files_of(
         int(path.name) for path in Path("/proc").glob("[0-9]*")
     )  # by servers of somebody else, which live
     assert set() == _left() - before - held
+    of_the_run = [tmp_path_factory.getbasetemp(), *VllmServer.folders, *(fleet.folder for fleet in _FLEETS)]
+    # A thread of a process that was killed may still be letting go of its sockets.
+    until(lambda: Leftovers.of(of_the_run) == held_before, seconds=10, what=f"{held_before} and no more")
+    kept = (
+        [] if request.session.testsfailed else [fleet.folder for fleet in _FLEETS]
+    )  # a failed run's is looked at
+    assert [] == [folder for folder in (*VllmServer.folders, *kept) if folder.exists()]
 
 
 def _left() -> set[Path]:

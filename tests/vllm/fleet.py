@@ -23,6 +23,7 @@ from tests.model.deepseek import random_latent_folder
 from tests.model.llama import random_folder
 from tests.nodes import Answer, Node, ask, daemon_config
 from tests.processes import die_with_parent
+from tests.vllm.forked import ForkedServers
 from tests.vllm.servers import ROOT, LoggedSession, VllmServer, logged_session, vllm_python
 
 if TYPE_CHECKING:
@@ -226,6 +227,9 @@ class Fleet:
         self.notes: list[str] = []
         self._answers: dict[str, list[int]] = {}
         self._reset: set[str] = set()
+        self._forks: ForkedServers | None = None
+        if os.environ.get("KVLOG_VLLM_FORKS"):
+            self.fork_servers()
 
     @property
     def a(self) -> VllmNode:
@@ -251,6 +255,15 @@ class Fleet:
             turn = self.node(on).server.last_turn(session)
             assert turn["digests"] == self.logged(session).digests(turn["length"])
         return self._answers[session], self.logged(session)
+
+    def fork_servers(self) -> None:
+        """From now on servers are forks of one process that has imported vLLM: for tests that start many.
+
+        KVLOG_VLLM_FORKS does so for all, for whoever works on a test.
+        """
+        self._forks = self._forks or ForkedServers(vllm_python(), ROOT, self.folder)
+        for node in self._nodes.values():
+            node.server.forks = self._forks
 
     def logged(self, session: str) -> LoggedSession:
         """A session as the log has it."""
@@ -280,6 +293,8 @@ class Fleet:
             self._note_calls(name, node)
             node.server.kill()
             node.daemon.close()
+        if self._forks is not None:
+            self._forks.close()
 
     def _note_calls(self, name: str, node: VllmNode) -> None:
         turn = node.server.newest_turn()

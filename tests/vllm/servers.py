@@ -16,7 +16,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import httpx
 import numpy as np
@@ -34,7 +34,6 @@ from consumers.vllm_server import (
 from kvlog.checksums import DIGEST_BYTES
 from kvlog.errors import ConfigError
 from kvlog.ids import Shard
-from kvlog.records import Claim, Delta
 from kvlog.wire.replayed import PREFIX_BYTES, read_head
 from tests.nodes import until
 from tests.processes import die_with_parent
@@ -42,14 +41,13 @@ from tests.processes import die_with_parent
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from consumers.demo_log import SessionStory
+    from tests.vllm.forked import ForkedProcess, ForkedServers
 
 __all__ = [
     "ROOT",
     "LoggedSession",
     "VllmServer",
     "logged_session",
-    "rows_before",
     "run_vllm_python",
     "vllm_python",
     "why_not",
@@ -94,7 +92,13 @@ def run_vllm_python(arguments: Sequence[str]) -> subprocess.CompletedProcess[str
 
 
 class VllmServer:
-    """One `vllm serve`, with the watched connector, or without any."""
+    """One `vllm serve`, with the watched connector, or without any.
+
+    `folders`: for temporary files, of all servers that this process has launched; gone when their servers are.
+    `forks`: whose fork it is; None: it is started from nothing.
+    """
+
+    folders: ClassVar[list[Path]] = []
 
     def __init__(self, folder: Path, name: str, model: Path, *, cores: str = "0") -> None:
         """`cores`: those of each rank, as VLLM_CPU_OMP_THREADS_BIND has them."""
@@ -107,7 +111,8 @@ class VllmServer:
         self._acked = folder / f"{name}-acked.json"
         self._fail_loads = folder / f"{name}-fail-loads"
         self._temporary: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
+        self.forks: ForkedServers | None = None
 
     def launch(self, link: Path | None, *options: str, **extra: object) -> None:
         """Start it; it is not there yet.
@@ -128,6 +133,7 @@ class VllmServer:
             ]
         self.url = f"http://127.0.0.1:{port}"
         self._temporary = Path(tempfile.mkdtemp(prefix="kvlog-vllm-"))  # short: vLLM's sockets are in it
+        self.folders.append(self._temporary)
         environment = {
             **os.environ,
             **server_environment(path=ROOT, witness=self.watch),
@@ -137,8 +143,16 @@ class VllmServer:
             "KVLOG_TEST_ACKED": str(self._acked),
             "KVLOG_TEST_FAIL_LOADS": str(self._fail_loads),
         }
-        with (self.folder / f"{self.name}.log").open("ab") as log:
-            self._process = subprocess.Popen(
+        self._process = self._start([str(one) for one in arguments], environment)
+
+    def _start(
+        self, arguments: list[str], environment: dict[str, str]
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        path = self.folder / f"{self.name}.log"
+        if self.forks is not None:
+            return self.forks.launch(arguments, environment, folder=self.folder, log=path)
+        with path.open("ab") as log:
+            return subprocess.Popen(
                 [vllm_python(), "-m", MODULE, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -258,23 +272,12 @@ class LoggedSession:
             for one, two in parts
         )
 
-    def digests(self, positions: int) -> list[str]:
+    def digests(self, positions: int, first: int = 0) -> list[str]:
         """As kvlog.engines.kv_digests has them."""
         return [
-            hashlib.blake2b(layer[:positions].tobytes(), digest_size=DIGEST_BYTES).hexdigest()
+            hashlib.blake2b(layer[first:positions].tobytes(), digest_size=DIGEST_BYTES).hexdigest()
             for layer in self.layers
         ]
-
-
-def rows_before(story: SessionStory, index: int) -> int:
-    """Rows that every shard has before a record; the ranks' records do not come strictly in turn."""
-    ends: dict[int, int] = {}
-    for entry in story.entries[:index]:
-        if isinstance(entry.record, Delta):
-            ends[entry.record.shard] = entry.record.start + len(entry.record.tokens)
-    claim = story.entries[0].record
-    assert isinstance(claim, Claim)
-    return min(ends.get(shard, 0) for shard in range(claim.identity.shards))
 
 
 def logged_session(log_url: str, session: str, folder: Path, shard: int = 0) -> LoggedSession:

@@ -1,8 +1,8 @@
 """Latent attention (MLA) on real vLLM servers: one row a token and layer, of one plane and one head, for all ranks.
 
-vLLM's CPU kernels for it have no prefix cache, so what a later request does not compute can only have been loaded. They
-compute one row otherwise than several (in the latent space, or by heads), and round otherwise. So tokens are compared
-where all rows but one are loaded, and rows that were computed again are compared as numbers.
+vLLM's CPU kernels for it have no prefix cache, so what a later request does not compute can only have been loaded. What
+they compute of a position depends on how many are computed at once, also without a connector, and by far more than
+rounding (docs/vllm.md). So tokens are compared where all rows but one are loaded; elsewhere they are noted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from tests.model.deepseek import LATENT, ROTARY
@@ -19,10 +18,6 @@ from tests.vllm.fleet import TAKE_OVER, Row, prompt_of
 
 if TYPE_CHECKING:
     from tests.vllm.fleet import Fleet, VllmNode
-    from tests.vllm.servers import LoggedSession
-
-ROUNDING = 1e-3
-"""Elements of a latent row are normalised: they are of the order of one."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -41,7 +36,7 @@ def test_latent_answer_goes_on_after_its_node_was_killed(fleet: Fleet) -> None:
     rows = fleet.logged("latent").rows
     count = rows + 1 - len(prompt)
     rest = e.answer("latent", [*prompt, *expected[:count]], 300 - count, kv_transfer_params=TAKE_OVER)
-    assert rows == _attached(fleet, e, "latent")
+    assert rows == _loaded(fleet, e, "latent")
     kv_equal = undisturbed.digests(rows) == fleet.logged("latent").digests(rows)
     tokens_equal = expected == expected[:count] + rest and expected[: len(shown)] == shown
     seconds = d.pace.seconds(known - rows)
@@ -51,17 +46,26 @@ def test_latent_answer_goes_on_after_its_node_was_killed(fleet: Fleet) -> None:
 
 
 def test_second_turn_of_a_latent_session_loads_the_first(fleet: Fleet) -> None:
-    """On the node that computed it, out of the daemon's pool; only new rows are logged."""
+    """Out of the daemon's pool; only new rows are logged. With one row left to compute it is the undisturbed answer."""
     prompt = prompt_of("test_second_turn_of_a_latent_session_loads_the_first")
     node = fleet.serving("d")
-    first = node.answer("latent-turns", prompt, 60)
+    expected, undisturbed = fleet.undisturbed(prompt, 100, on="d")
+    node.answer("latent-turns", prompt, 60)
     node.server.last_turn("latent-turns")
-    node.answer("latent-turns", [*prompt, *first, 7, 8, 9], 40)
-    assert len(prompt) + 59 == _attached(fleet, node, "latent-turns", 2)
+    assert expected[60:] == node.answer("latent-turns", [*prompt, *expected[:60]], 40)
+    assert len(prompt) + 59 == _loaded(fleet, node, "latent-turns", 2)
+    assert undisturbed.digests(len(prompt) + 99) == fleet.logged("latent-turns").digests(len(prompt) + 99)
+    node.answer("latent-turns", [*prompt, *expected, 7, 8, 9], 40)
+    assert len(prompt) + 99 == _loaded(fleet, node, "latent-turns", 3)
+    assert undisturbed.digests(len(prompt) + 99) == fleet.logged("latent-turns").digests(len(prompt) + 99)
 
 
 def test_flipped_byte_in_a_latent_log_is_refused_and_computed(fleet: Fleet) -> None:
-    """The control: of two copies of a session the whole one is loaded whole, the damaged one up to its damage."""
+    """The control: of two copies of a session the whole one is loaded whole, the damaged one up to its damage.
+
+    What was loaded is the undisturbed run's, byte for byte. How far rows that are computed at once are from rows that
+    were computed one by one is noted, also of a session of which nothing is loaded.
+    """
     prompt = prompt_of("test_flipped_byte_in_a_latent_log_is_refused_and_computed")
     expected, undisturbed = fleet.undisturbed(prompt, 100, on="d")
     fleet.serving("d").answer("latent-origin", prompt, 60)
@@ -70,29 +74,24 @@ def test_flipped_byte_in_a_latent_log_is_refused_and_computed(fleet: Fleet) -> N
     known = [*prompt, *expected[:60]]
     node = fleet.serving("e")
     assert expected[60:] == node.answer("latent-origin-whole", known, 40, kv_transfer_params=TAKE_OVER)
-    node.answer("latent-origin-damaged", known, 40, kv_transfer_params=TAKE_OVER)
-    for session, loads in (("latent-origin-whole", len(known) - 1), ("latent-origin-damaged", start)):
-        assert loads == _attached(fleet, node, session), session
+    assert len(known) - 1 == _loaded(fleet, node, "latent-origin-whole")
+    for session, loaded in (("latent-origin-damaged", start), ("latent-new", 0)):
+        answer = node.answer(session, known, 40, kv_transfer_params=TAKE_OVER)
+        assert loaded == _loaded(fleet, node, session), session
         logged = fleet.logged(session)
-        assert undisturbed.digests(loads) == logged.digests(loads)
-        assert _difference(undisturbed, logged, len(known)) < ROUNDING
+        assert undisturbed.digests(loaded) == logged.digests(loaded), session
+        fleet.notes.append(
+            f"{session}: {loaded} of {len(known)} rows loaded; the others were computed at once and differ from those"
+            f" of a run that computed 60 one by one by {undisturbed.differs_from(logged, len(known)):.2g} at most;"
+            f" tokens equal: {expected[60:] == answer}"
+        )
 
 
-def _difference(one: LoggedSession, other: LoggedSession, positions: int) -> float:
-    """The largest difference of two sessions' elements in their first rows, as numbers."""
-    layers = zip(one.layers, other.layers, strict=True)
-    return max(
-        float(np.abs(mine[:positions].view(np.float32) - theirs[:positions].view(np.float32)).max())
-        for mine, theirs in layers
-    )
-
-
-def _attached(fleet: Fleet, node: VllmNode, session: str, turns: int = 1) -> int:
-    """Rows that a turn attached and put into blocks, once its blocks hold what the log holds, all of it."""
+def _loaded(fleet: Fleet, node: VllmNode, session: str, turns: int = 1) -> int:
+    """Rows that a turn put into blocks, once the log has all of it: what was loaded and logged, byte for byte."""
     turn = node.server.last_turn(session, turns)
     logged = fleet.logged(session)
     assert (turn["length"], turn["tokens"]) == (logged.rows, logged.tokens)
-    assert turn["digests"] == logged.digests(logged.rows)
-    assert turn["log_from"] == turn["attach_length"], "rows that were loaded are not logged again"
+    assert turn["sure_digests"] == logged.digests(logged.rows, turn["sure_from"])
     assert turn["worker"]["load_failures"] == 0
-    return int(turn["attach_length"])
+    return int(turn["loaded"])

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvlog.checksums import checksum
-from kvlog.ids import SessionId
-from kvlog.records import Delta
 from tests.model.llama import random_folder
 from tests.nodes import Node, ask, daemon_config, last, logged_length, until
 from tests.processes import die_with_parent
-from tests.vllm.copies import whole_story
+from tests.vllm.copies import copy_damaged
 from tests.vllm.fleet import TAKE_OVER, Row, prompt_of
-from tests.vllm.servers import ROOT, logged_session, rows_before, vllm_python, why_not
+from tests.vllm.servers import ROOT, logged_session, vllm_python, why_not
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,17 +88,17 @@ def test_answer_of_two_ranks_goes_on_on_another_server_of_two_ranks(fleet: Fleet
     assert (True, True) == (row.kv_equal, row.tokens_equal), row
     assert acked <= loaded < len(known), "how far behind is not judged: two ranks leave the daemon no core"
 
-    start = asyncio.run(_damaged_copy(fleet.log_url))
+    start = asyncio.run(copy_damaged(fleet.log_url, "origin-ranks", shard=1))
     origin = logged_session(fleet.log_url, "origin-ranks", fleet.folder)
     before = [turn["worker"]["rows_loaded"] for turn in turns]
-    answer = q.answer("damaged-ranks", [*origin.tokens, 5], 20, kv_transfer_params=TAKE_OVER)
+    answer = q.answer("origin-ranks-damaged", [*origin.tokens, 5], 20, kv_transfer_params=TAKE_OVER)
     assert 20 == len(answer)
-    turns = assert_bytes(fleet, q, "damaged-ranks")
+    turns = assert_bytes(fleet, q, "origin-ranks-damaged")
     assert [start, start] == [turn["attach_length"] for turn in turns]
     assert [start, start] == [
         turn["worker"]["rows_loaded"] - then for turn, then in zip(turns, before, strict=True)
     ]
-    assert equal_below(fleet, ("damaged-ranks", "origin-ranks"), start)
+    assert equal_below(fleet, ("origin-ranks-damaged", "origin-ranks"), start)
 
 
 def test_vllms_scheduler_and_aggregator_serve_two_ranks(tmp_path: Path) -> None:
@@ -147,15 +145,3 @@ def _two_ranks(node: Node) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
     told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return told
-
-
-async def _damaged_copy(url: str) -> int:
-    """Copies a session, with one flipped byte in the second rank's shard. Returns: rows of both shards before it."""
-    async with whole_story(url, "origin-ranks") as (log, story):
-        second = [
-            index
-            for index, entry in enumerate(story.entries)
-            if isinstance(entry.record, Delta) and entry.record.shard == 1
-        ]
-        await log.copy(story, SessionId("damaged-ranks"), damaged=second[-10])
-        return rows_before(story, second[-10])

@@ -74,7 +74,9 @@ class Engine:
         config.cache_config.num_gpu_blocks = BLOCKS
         for name in NAMES:
             impl = SimpleNamespace(do_kv_cache_update=_write)
-            config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl)
+            kernel = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+            module = SimpleNamespace(impl=impl, attn_backend=kernel)
+            config.compilation_config.static_forward_context[name] = module
         group = kv.KVCacheGroupSpec(NAMES, kv.FullAttentionSpec(**SPEC))
         cache = kv.KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[group])
         self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), SIZE)

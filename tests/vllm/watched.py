@@ -11,6 +11,7 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvlog.engines.kv_digests import layer_digests
 from kvlog.engines.vllm_witness import WitnessConnector
 from tests.vllm.call_times import CallTimes
 
@@ -70,7 +71,10 @@ class WatchedConnector(WitnessConnector):
         """Tell more."""
         told = super().testimony(turn)
         handle, worker = turn.handle, self._working.worker
+        sure = _sure_from(turn)
         return told | {
+            "sure_from": sure,
+            "sure_digests": layer_digests(turn.rows, turn.layout, turn.rows.length, first=sure),
             "tokens": turn.tokens[: turn.rows.length],
             "digests": told["kv_digests"].get(turn.rows.length, []),
             "log_from": None if handle is None else handle.log_from,
@@ -81,6 +85,20 @@ class WatchedConnector(WitnessConnector):
             "longest_ms": self.call_times.longest_ms,
             "call_times": self.call_times.told(),
         }
+
+
+def _sure_from(turn: TurnEvidence) -> int:
+    """From here on each row was loaded from the log, or is logged by this turn: the log's byte for byte.
+
+    Before it are rows of the engine's own: found in its prefix cache, or computed again where a load would have come
+    too late, or behind a hole. They may differ from the log's by rounding.
+    """
+    length, handle = turn.rows.length, turn.handle
+    if handle is None or handle.log_from is None:
+        return length
+    attached = handle.attach_length
+    loaded_from = attached - turn.loaded if turn.loaded and attached >= handle.log_from else length
+    return min(length, handle.log_from, loaded_from)
 
 
 def _fail(*_: Any) -> None:

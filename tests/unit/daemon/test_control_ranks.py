@@ -178,6 +178,9 @@ async def test_twin_question_refuses_all_and_is_asked_again() -> None:
         twin.ask(TOKENS)
         reasons = [(await rank.answer()).reason for rank in (ranks[0], twin)]
         assert [link.UnloggedReason.RANK_MISSING] * 2 == reasons
+        assert 1 == bench.figure("kvlog_turns_unlogged_total", reason="rank_missing"), (
+            "one turn, not two ranks"
+        )
         await twin.die()
         assert all(isinstance(one, link.TurnOpened) for one in await bench.opened(ranks, TOKENS, b"g"))
 

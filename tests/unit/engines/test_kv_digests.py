@@ -30,6 +30,13 @@ def test_layer_digests_are_of_each_layers_bytes_in_order():
     assert expected == layer_digests(cache_of(ROWS), LAYOUT, 20)
 
 
+def test_layer_digests_from_a_row_on_leave_out_those_before_it():
+    """What is not sure is not told."""
+    assert layer_digests(cache_of(ROWS[10:]), LAYOUT, 15) == layer_digests(
+        cache_of(ROWS), LAYOUT, 25, first=10
+    )
+
+
 def test_layer_digests_in_pieces_equal_those_in_one(monkeypatch):
     """How many rows are copied at a time changes no digest."""
     whole = layer_digests(cache_of(ROWS), LAYOUT, 30)

@@ -254,6 +254,21 @@ def test_request_aborted_before_it_ran_holds_nothing():
     assert not one.finished("r", 0).hold
 
 
+@pytest.mark.parametrize(
+    ("cause", "named", "forget"),
+    [("fault", False, True), ("fault", True, False), ("fenced", False, False)],
+)
+def test_dropped_turn_of_one_rank_ends_a_session_that_nobody_can_ask_for(
+    cause: str, *, named: bool, forget: bool
+):
+    """The other ranks forget it when they close: the request's own end finds their turns gone. Never another node's."""
+    one = planner(shards=2)
+    one.add(NewRequest("r", TURN, [1, 2], named=named))
+    one.matched("r", 0, 0.0)
+    one.take(StepReport(dropped=(Dropped(FIRST, cause),)))
+    assert (CloseAsk(FIRST, forget=forget),) == one.plan((), ()).closes
+
+
 def test_dropped_turn_is_not_followed_and_says_why():
     """A request that is served unlogged costs nothing at each step."""
     one = running([1, 2])

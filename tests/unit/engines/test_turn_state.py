@@ -104,15 +104,62 @@ def test_turn_refused_again_and_again_is_asked_for_later_each_time():
     assert pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *[RETRY_SECONDS_MAX] * 3]) == pauses
 
 
+def missed(turn: TurnState, now: float) -> float:
+    """Ask, and be told that a rank is missing once the wait is over. Returns: the pause."""
+    attempt = asking(turn, now)
+    now += turn.message(RequestNumber(1)).wait_ms / 1000
+    turn.answered(attempt, LINK, TurnUnlogged(RequestNumber(1), UnloggedReason.RANK_MISSING, ""), now)
+    assert isinstance(turn.phase, Unlogged)
+    return turn.phase.again_at - now
+
+
 def test_turn_of_a_missing_rank_is_asked_for_again_before_the_daemon_would_give_the_others_up():
     """Each rank waits longer than it pauses: so they meet, however far apart they began."""
     turn, now = TurnState(TurnRequest(session=SessionId("s"), wait_seconds=1.0), [1, 2, 3]), 0.0
     for _ in range(10):
-        attempt = asking(turn, now)
-        turn.answered(attempt, LINK, TurnUnlogged(RequestNumber(1), UnloggedReason.RANK_MISSING, ""), now)
-        assert isinstance(turn.phase, Unlogged)
-        assert 0.09 < turn.phase.again_at - now < 0.51
-        now = turn.phase.again_at
+        wait = turn.wait_seconds
+        pause = missed(turn, now)
+        assert 0.09 < pause < 0.51
+        assert pause < wait
+        now += wait + pause
+
+
+def test_turn_of_a_missing_rank_waits_longer_each_time_and_again_as_the_request_said_once_all_were_there():
+    """A rank that stays away costs few questions with all their ids; another reason means that nobody is missing."""
+    turn, now, waits = TurnState(TurnRequest(session=SessionId("s"), wait_seconds=1.0), [1, 2, 3]), 0.0, []
+    for _ in range(6):
+        waits.append(turn.wait_seconds)
+        now += turn.wait_seconds + missed(turn, now)
+    assert [1.0, 2.0, 4.0, 8.0, 10.0, 10.0] == waits
+    attempt = asking(turn, now)
+    turn.answered(attempt, LINK, TurnUnlogged(RequestNumber(1), UnloggedReason.CLAIM_TIMEOUT, ""), now)
+    assert isinstance(turn.phase, Unlogged)
+    assert 1.0 == turn.wait_seconds
+    assert pytest.approx(now + 0.1) == turn.phase.again_at
+
+
+@pytest.mark.parametrize("phase", [0.03, 0.08, 0.125, 0.2])
+def test_ranks_that_ask_out_of_phase_with_short_waits_meet(phase: float):
+    """A rank's thread looks four times a second: waits under that never met those of a rank that looks in between."""
+    tick, ranks = (
+        0.25,
+        [TurnState(TurnRequest(session=SessionId("s"), wait_seconds=0.02), [1, 2, 3]) for _ in range(2)],
+    )
+    waiting: list[tuple[float, int] | None] = [None, None]
+    for step in range(40):
+        for rank, turn in enumerate(ranks):
+            now = step * tick + rank * phase
+            for each, held in enumerate(waiting):
+                if held is not None and held[0] <= now:
+                    refusal = TurnUnlogged(RequestNumber(1), UnloggedReason.RANK_MISSING, "")
+                    ranks[each].answered(held[1], LINK, refusal, held[0])
+                    waiting[each] = None
+            if waiting[1 - rank] is not None:
+                return
+            attempt = turn.begin(now, now + turn.wait_seconds + 1)
+            if attempt is not None:
+                waiting[rank] = (now + turn.wait_seconds, attempt)
+    raise AssertionError("they never met")
 
 
 def test_turn_says_its_group():

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from daemon.settings import LinkSettings
 from kvlog.errors import ConfigError
 from kvlog.ids import Position, Turn
 from kvlog.limits import TINY
@@ -108,8 +109,10 @@ def test_server_silent_engine_is_dropped(tmp_path):
 def test_server_more_engines_than_allowed_are_told(tmp_path):
     """The number of engines is bounded, and the one too many learns what to do."""
     with running(tmp_path / "s", ServerOptions(peers_max=1)) as daemon, linked(tmp_path / "s"):
-        with pytest.raises(ConfigError, match="overloaded"):
+        with pytest.raises(ConfigError, match="overloaded") as refused:
             connect(tmp_path / "s", HELLO, ClientOptions())
+        assert "link.engines_max" in str(refused.value)
+        assert "engines_max" in LinkSettings.model_fields, "the hint names a setting that there is"
         assert daemon.server.counters["overloaded"] == 1
 
 
