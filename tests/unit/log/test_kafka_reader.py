@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 import struct
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
