@@ -20,7 +20,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.nodes import Process
-from tests.processes import die_with_parent
+from tests.processes import become, die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,20 +163,7 @@ def _tell_ended(outputs: dict[int, Path]) -> None:
 def _run(job: dict[str, Any]) -> int:
     """Become the job's process."""
     die_with_parent()
-    os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-    os.environ.clear()
-    os.environ.update(job["environment"])
-    os.chdir(job["folder"])
-    for number, path, flags in (
-        (0, os.devnull, os.O_RDONLY),
-        (1, job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-    ):
-        fd = os.open(path, flags, 0o666)
-        os.dup2(fd, number)
-        os.close(fd)
-    os.dup2(1, 2)
+    become(job["output"], job["environment"], job["folder"])
     sys.argv = [job["program"], *job["arguments"]]
     code: int = importlib.import_module(f"{job['program']}.__main__").main(job["arguments"])
     return code

@@ -8,8 +8,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from typing import TYPE_CHECKING
 
-__all__ = ["die_with_parent"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["become", "die_with_parent"]
 
 _PR_SET_PDEATHSIG = 1
 """Source: prctl(2), <linux/prctl.h>. It survives exec."""
@@ -23,3 +27,25 @@ def die_with_parent(parent: int = _PARENT) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we could ask
         os._exit(1)
+
+
+def become(output: str, environment: Mapping[str, str], folder: str) -> None:
+    """Make this process, just forked, what a program begins as: with its own session, folder, environment and output.
+
+    Args:
+        output: file that standard output and error are appended to; there is no input.
+        environment: all of it.
+        folder: to work in.
+    """
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    null = os.open(os.devnull, os.O_RDONLY)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for taken, fd in ((null, 0), (file, 1), (file, 2)):
+        os.dup2(taken, fd)
+    os.close(null)
+    os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)

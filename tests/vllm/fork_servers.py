@@ -21,7 +21,7 @@ import sys
 import tempfile
 from typing import Any, Final
 
-from tests.processes import die_with_parent
+from tests.processes import become, die_with_parent
 
 __all__ = ["SAID"]
 
@@ -55,15 +55,7 @@ def main(module: str) -> None:
 
 def _serve(module: str, wanted: dict[str, Any]) -> None:
     """Become the server; does not return."""
-    os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.chdir(wanted["folder"])
-    null = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for taken, fd in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(taken, fd)
-    os.environ.clear()
-    os.environ.update(wanted["environment"])
+    become(wanted["log"], wanted["environment"], wanted["folder"])
     tempfile.tempdir = None  # read anew
     real = multiprocessing.get_context
     vars(multiprocessing)["get_context"] = lambda method=None: real("fork" if method == "spawn" else method)
