@@ -6,8 +6,7 @@ STAMP := $(VENV)/.stamp
 ARGS ?=
 SEED ?=
 WORKERS ?= 2
-PROCESS_WORKERS ?= 3
-OWN := tests/unit tests/property tests/golden
+OWN := tests/unit/core tests/unit/wire tests/property tests/golden
 # The tests start hundreds of processes: each would compile kvlog again.
 unexport PYTHONDONTWRITEBYTECODE
 QUICK := not kafka and not gpu and not e2e and not slow and not model and not vllm
@@ -26,7 +25,7 @@ check: lint ## lint, and every test that needs no broker, engine or model (two m
 cover: $(STAMP) ## branch coverage of kvlog/core and kvlog/wire by their own tests: must be 100 %
 	@$(BIN)/pytest -q -n $(WORKERS) --durations=15 --cov --cov-report=term-missing $(OWN)
 test: lint cover ## everything but vLLM, each test once; tests that lack a broker or a device skip and say so
-	@$(BIN)/pytest -q -n $(PROCESS_WORKERS) --dist worksteal --durations=25 $(OWN:%=--ignore=%) --ignore=tests/vllm $(ARGS)
+	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal --durations=25 $(OWN:%=--ignore=%) --ignore=tests/vllm $(ARGS)
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(BIN)/pytest -m gpu $(ARGS)
 venv-vllm: ## the virtual environment of the vLLM tests (3.4 GB); says so where there is no wheel

@@ -36,20 +36,6 @@ def demo() -> Iterator[Demo]:
         demo.close()
 
 
-def talkative_llama(folder: Path) -> Path:
-    """A random Llama that never ends its answer: at random it would, once in 260 tokens."""
-    from safetensors.torch import load_file, save_file
-
-    builder = [sys.executable, "-m", "kvlog.engines.transformers_build", "random", str(folder), "3", "7"]
-    subprocess.run(builder, check=True, capture_output=True, preexec_fn=die_with_parent)
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"][256:] = (
-        0  # special tokens; among 256 random logits there is always a larger one
-    )
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 def test_demo_on_a_log_of_its_own_proves_every_claim_and_leaves_nothing(demo: Demo) -> None:
     """Without --log there is a log for as long as the demo lasts; the JSON has what was measured, and nothing else."""
     figures = demo.figures("--engine", "synthetic", "--tokens", "40", "--prompt", QUESTION)
@@ -85,17 +71,6 @@ def test_demo_shows_the_same_sentence_going_on_within_80_columns(demo: Demo, tmp
     )
     timeline = json.loads(shown.stdout)
     assert 0 == timeline["exit_code"], timeline
-
-
-def test_demo_on_a_random_llama_in_bfloat16_loads_the_very_bytes_in_every_layer(
-    demo: Demo, tmp_path: Path
-) -> None:
-    """A transformers cache comes back bit for bit in bf16 too; that its tokens are equal is reported, not a claim."""
-    model = talkative_llama(tmp_path / "llama")
-    arguments = ("--model", str(model), "--dtype", "bfloat16", "--tokens", "40", "--prompt", QUESTION)
-    figures = demo.figures(*arguments)
-    check({**figures, "tokens_equal": True}, tokens=40)
-    assert (str(model.name), "bfloat16") == (figures["model"], figures["dtype"])
 
 
 @pytest.mark.model

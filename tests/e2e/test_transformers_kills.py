@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvlog.engines.kv_digests import digests_at
+from kvlog.layout import DType
 from tests.forks import ENGINES, Forks
 from tests.model.llama import Run, random_folder, random_model
 from tests.nodes import Node, ask, daemon_config, until
@@ -24,13 +25,14 @@ TOKENS = 120
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Node]]:
     """Three nodes over one log, so that two can start again while the third one answers, with a random Llama.
 
-    In float32, on one thread: so its numerics are fixed.
+    In float32 if the test names no other type, on one thread: so its numerics are fixed.
     """
+    dtype = getattr(request, "param", DType.FLOAT32)
     url = f"file://{tmp_path}/log"
-    model = ("--model", str(random_folder()), "--dtype", "float32", "--threads", "1")
+    model = ("--model", str(random_folder()), "--dtype", dtype.value, "--threads", "1")
     engine = ("transformers", *model, "--tokens-per-second", "50", "--claim-seconds", "5")
     with Forks(ENGINES) as warm:
         made = [
@@ -90,3 +92,32 @@ def test_transformers_answer_survives_five_nodes_and_is_the_uninterrupted_one(no
     assert answer.kvlog["attached"] >= known - 16, "so few rows are computed one by one, as the first time"
     digests = digests_at(cache, model.identity.layout, (cache.length,))
     assert digests[cache.length] == answer.kvlog["kv_digests"][str(cache.length)]
+
+
+@pytest.mark.parametrize("nodes", [DType.BFLOAT16], indirect=True)
+def test_transformers_rows_in_bfloat16_are_loaded_bit_for_bit(nodes: list[Node]) -> None:
+    """What was logged comes back as it was in every layer; that the tokens are equal too is no claim in bfloat16."""
+    model = random_model(DType.BFLOAT16)
+    expected, cache = list(PROMPT), model.new_cache()
+    Run(model, PROMPT).go_on(cache, expected, until=TOKENS)
+    compared = len(PROMPT) + PIECE // 2
+    request: dict[str, Any] = {
+        "prompt": PROMPT,
+        "max_tokens": TOKENS,
+        "session": "s",
+        "kv_digests": [compared],
+    }
+    a, b, _ = nodes
+    serving(a)
+    stream = ask(a.url, **request)
+    answer = next(stream)
+    while len(answer.tokens) < 2 * PIECE:
+        answer = next(stream)
+    a.kill()
+    *_, answer = (answer, *stream)
+    serving(b)
+    *_, rest = ask(b.url, resume_token_ids=answer.tokens, **request)
+    assert (True, None, TOKENS) == (rest.done, rest.error, len(answer.tokens) + len(rest.tokens))
+    assert rest.kvlog["attached"] >= compared
+    digests = digests_at(cache, model.identity.layout, (compared,))
+    assert digests[compared] == rest.kvlog["kv_digests"][str(compared)]
