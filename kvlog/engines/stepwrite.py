@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvlog.buffers.ring import TableRow
 from kvlog.errors import RingFull, RowTooLarge
@@ -39,9 +39,11 @@ class LogCursor:
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class RowSource:
-    """Where a turn's rows are; `tokens` has the id of at least every position of the cache that is to be written."""
+class RowSource(NamedTuple):
+    """Where a turn's rows are; `tokens` has the id of at least every position of the cache that is to be written.
+
+    A tuple, because one is made for each turn at each step.
+    """
 
     cursor: LogCursor
     cache: RowCache
@@ -137,17 +139,19 @@ def _write_entry(
     """One entry; cursors move only when it is committed."""
     tokens = array("I")
     table = []
-    for source, rows in picked:
-        cursor = source.cursor
-        tokens.extend(source.tokens[cursor.position : cursor.position + rows])
-        start = Position(cursor.position)
-        table.append(TableRow(cursor.turn, cursor.epoch, cursor.session_hash, shard, start, rows))
+    for (cursor, _, known), rows in picked:
+        start = cursor.position
+        if rows == 1:  # a decode step: mostly so
+            tokens.append(known[start])
+        else:
+            tokens.extend(known[start : start + rows])
+        table.append(TableRow(cursor.turn, cursor.epoch, cursor.session_hash, shard, Position(start), rows))
     reservation = ring.reserve(table, tokens, row_bytes)
     try:
-        at = 0
-        for source, rows in picked:
+        at, into = 0, reservation.rows
+        for (cursor, cache, _), rows in picked:
             end = at + rows * row_bytes
-            source.cache.copy_rows(source.cursor.position, reservation.rows[at:end])
+            cache.copy_rows(cursor.position, into[at:end])
             at = end
     except BaseException:
         ring.abandon(reservation)
