@@ -63,13 +63,16 @@ def test_lag_of_a_paused_standby_is_told_in_each_unit_and_closes(
 ) -> None:
     """Records exact, tokens those that were made, bytes with little around the rows, seconds since the first."""
     a, b = nodes
+    session = f"lagging-{time.monotonic_ns()}"  # a second try has rows of its own, too
     until(lambda: lag_of(place, "b")["lag"]["records"] == 0, what="a heartbeat without lag")
     assert b.daemon is not None
     b.daemon.send(signal.SIGSTOP)
     try:
         began = time.time()
-        whole(a, "lagging")
-        until(lambda: place.length("lagging") == ROWS, what="logged")
+        whole(a, session)
+        until(lambda: place.length(session) == ROWS, what="logged")
+        until(lambda: lag_of(place, "a")["lag"]["records"] == 0, seconds=30, what="a's heartbeat without lag")
+        until(lambda: lag_of(place, "b")["state"] == "silent", seconds=30, what="b's silence")
         said = lag_of(place, "b")
         elapsed = time.time() - began
         lag = said["lag"]
@@ -84,7 +87,7 @@ def test_lag_of_a_paused_standby_is_told_in_each_unit_and_closes(
         b.daemon.send(signal.SIGCONT)
     until(lambda: shown(b, "lag_records") == shown(b, "lag_seconds") == {0.0}, what="caught up")
     until(lambda: lag_of(place, "b")["state"] == "live", what="live")
-    home = partition_of(SessionId("lagging"), PARTITIONS)
+    home = partition_of(SessionId(session), PARTITIONS)
     (mine,) = (p for p in lag_of(place, "b")["partitions"] if p["partition"] == home)
     assert mine["needed"] < mine["applied"], "a session's root is needed long after it was applied"
     assert (

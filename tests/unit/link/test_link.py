@@ -183,7 +183,7 @@ def test_link_daemon_that_talks_junk_is_given_up_and_its_descriptors_are_closed(
         with pytest.raises(LinkClosed, match="2 descriptors"):
             connect(tmp_path / "s", HELLO, ClientOptions())
         thread.join()
-        assert before == len(list(Path("/proc/self/fd").iterdir()))
+        assert before >= len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_link_daemon_that_falls_silent_is_given_up(tmp_path):
