@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.nodes import Process
-from tests.processes import become, die_with_parent
+from tests.processes import ProcessEnd, become, die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +43,7 @@ class ForkedProcess(Process):
         self._output = output
         self._from = began
         self._pid = pid
-        self._ended = os.pidfd_open(pid)
+        self._end = ProcessEnd(pid)
         self._code: int | None = None
 
     @property
@@ -65,8 +64,7 @@ class ForkedProcess(Process):
         return code
 
     def _poll(self, seconds: float) -> int | None:
-        if self._code is None and select.select([self._ended], [], [], seconds)[0]:
-            os.close(self._ended)
+        if self._code is None and self._end.has_come(seconds):
             self._code = _code(_code_file(self._output, self._pid))
         return self._code
 
@@ -84,7 +82,7 @@ def _code(file: Path) -> int:
 
 
 class Forks:
-    """The process that forks; `start` is a `Node.start_program`, and waits for the imports the first time.
+    """The process that forks; `start` is what `nodes_started_by` takes, and waits for the imports the first time.
 
     Args:
         modules: what to import before.

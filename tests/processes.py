@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["become", "die_with_parent"]
+__all__ = ["ProcessEnd", "become", "die_with_parent"]
 
 _PR_SET_PDEATHSIG = 1
 """Source: prctl(2), <linux/prctl.h>. It survives exec."""
@@ -49,3 +50,21 @@ def become(output: str, environment: Mapping[str, str], folder: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+
+
+class ProcessEnd:
+    """The end of a process that need not be a child of ours.
+
+    Args:
+        pid: of one that has not been waited for.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._fd: int | None = os.pidfd_open(pid)
+
+    def has_come(self, seconds: float = 0.0) -> bool:
+        """Wait for it so long at most. Returns: whether the process has ended."""
+        if self._fd is not None and select.select([self._fd], [], [], seconds)[0]:
+            os.close(self._fd)
+            self._fd = None
+        return self._fd is None

@@ -344,3 +344,12 @@ def with_daemon(
     with FakeDaemon.running(path, knobs) as running, paged(path, wanted, **worker) as engine:
         assert engine.replicator.wait_connected(_SECONDS)
         yield running.daemon, engine
+
+
+def answered(engine: PagedEngine, prompt: list[int], length: int) -> Request:
+    """Session "s" was answered up to so many tokens by request "a", which is over; its last rows had three steps."""
+    request = engine.add("a", prompt, "s")
+    engine.run_until("a", length)
+    engine.finish("a")
+    engine.step(3)
+    return request

@@ -14,7 +14,16 @@ import torch
 from kvlog.engines.device_layout import stack_layers
 from kvlog.engines.device_rows import DeviceOptions, DeviceStore
 from tests.integration.fake_daemon import FakeDaemon
-from tests.integration.paged_engine import LAYOUT, SIZE, PagedEngine, PagedOptions, paged, row_of, with_daemon
+from tests.integration.paged_engine import (
+    LAYOUT,
+    SIZE,
+    PagedEngine,
+    PagedOptions,
+    answered,
+    paged,
+    row_of,
+    with_daemon,
+)
 from tests.integration.test_paged_engine import PROMPT, assert_in_log, closed
 from tests.unit.engines.fake_queue import FakeQueue
 
@@ -88,10 +97,7 @@ def test_batch_of_sessions_is_kept_apart_in_one_read_a_step(tmp_path):
 def test_second_turn_loads_what_the_log_has(tmp_path, at_once):
     """In a step or beside the steps; only new rows are logged."""
     with on_device(tmp_path / "s", at_once=at_once) as (daemon, engine, queue):
-        first = engine.add("a", PROMPT, "s")
-        engine.run_until("a", 120)
-        engine.finish("a")
-        engine.step(3)
+        first = answered(engine, PROMPT, 120)
         assert 119 == closed(daemon, 1)
         second = engine.add("b", [*first.tokens, 7, 8], "s")
         engine.run_until("b", 130)

@@ -11,7 +11,15 @@ from kvlog.engines.step_plan import TurnKey
 from kvlog.link.messages import UnloggedReason
 from tests.integration.fake_daemon import FakeDaemon, Knobs
 from tests.integration.one_request import wait_for
-from tests.integration.paged_engine import SIZE, PagedEngine, PagedOptions, paged, row_of, with_daemon
+from tests.integration.paged_engine import (
+    SIZE,
+    PagedEngine,
+    PagedOptions,
+    answered,
+    paged,
+    row_of,
+    with_daemon,
+)
 
 PROMPT = list(range(100, 200))
 
@@ -97,10 +105,7 @@ def test_worker_bears_witness_of_a_turn(tmp_path):
 def test_long_load_is_done_beside_the_steps(tmp_path):
     """The others go on; the request goes on with all rows, and only new ones are logged."""
     with with_daemon(tmp_path / "s", wanted=PagedOptions(at_once=20)) as (daemon, engine):
-        first = engine.add("a", PROMPT, "s")
-        engine.run_until("a", 120)
-        engine.finish("a")
-        engine.step(3)
+        first = answered(engine, PROMPT, 120)
         engine.add("c", PROMPT)
         second = engine.add("b", [*first.tokens, 7, 8], "s")
         engine.run_until("b", 130)
@@ -112,10 +117,7 @@ def test_long_load_is_done_beside_the_steps(tmp_path):
 def test_long_load_that_fails_is_computed(tmp_path, monkeypatch):
     """As a short one; the request is told that it is over, and which blocks are bad."""
     with with_daemon(tmp_path / "s", wanted=PagedOptions(at_once=20)) as (daemon, engine):
-        first = engine.add("a", PROMPT, "s")
-        engine.run_until("a", 110)
-        engine.finish("a")
-        engine.step(3)
+        first = answered(engine, PROMPT, 110)
         real = engine.store.scatter
 
         def broken(*arguments):
@@ -135,10 +137,7 @@ def test_long_load_that_fails_is_computed(tmp_path, monkeypatch):
 def test_load_beside_the_steps_that_always_fails_is_tried_once(tmp_path, monkeypatch):
     """A request whose load has failed comes back to the scheduler: what failed once is computed, not loaded again."""
     with with_daemon(tmp_path / "s", wanted=PagedOptions(at_once=0)) as (daemon, engine):
-        first = engine.add("a", PROMPT, "s")
-        engine.run_until("a", 110)
-        engine.finish("a")
-        engine.step(3)
+        first = answered(engine, PROMPT, 110)
         real = engine.store.scatter
 
         def broken(*arguments):
@@ -162,10 +161,7 @@ def test_row_that_does_not_verify_never_reaches_a_block(tmp_path):
     LMCache/LMCache #3388: what could not be retrieved was served all the same.
     """
     with with_daemon(tmp_path / "s", Knobs(spoil_row=50)) as (daemon, engine):
-        first = engine.add("a", PROMPT, "s")
-        engine.run_until("a", 110)
-        engine.finish("a")
-        engine.step(3)
+        first = answered(engine, PROMPT, 110)
         second = engine.add("b", first.tokens, "s")
         engine.run_until("b", 115)
         counts = engine.worker.counts
@@ -177,10 +173,7 @@ def test_row_that_does_not_verify_never_reaches_a_block(tmp_path):
 def test_load_that_fails_gives_its_blocks_back(tmp_path, monkeypatch):
     """Whatever went wrong: the blocks are computed, and what was computed on them is not logged."""
     with with_daemon(tmp_path / "s") as (daemon, engine):
-        first = engine.add("a", PROMPT, "s")
-        engine.run_until("a", 110)
-        engine.finish("a")
-        engine.step(3)
+        first = answered(engine, PROMPT, 110)
         second = engine.add("b", first.tokens, "s")
         real = engine.store.scatter
 
@@ -385,10 +378,7 @@ def test_busy_session_is_served_unlogged(tmp_path):
 def test_attach_beyond_the_staging_bound_is_computed(tmp_path):
     """Memory is bounded; the blocks of the pool are given back."""
     with with_daemon(tmp_path / "s", staging_bytes_max=1000) as (daemon, engine):
-        first = engine.add("a", PROMPT, "s")
-        engine.run_until("a", 110)
-        engine.finish("a")
-        engine.step(3)
+        first = answered(engine, PROMPT, 110)
         engine.add("b", first.tokens, "s")
         engine.run_until("b", 115)
         assert (0, 1) == (engine.worker.counts.rows_loaded, engine.worker.counts.staging_refused)
@@ -399,10 +389,7 @@ def test_attach_beyond_the_staging_bound_is_computed(tmp_path):
 def test_session_that_is_busy_with_our_own_last_turn_is_asked_for_again(tmp_path):
     """The daemon still works at a turn that has ended here; the next one is logged as soon as it is done."""
     with with_daemon(tmp_path / "s") as (daemon, engine):
-        first = engine.add("a", PROMPT, "s")
-        engine.run_until("a", 105)
-        engine.finish("a")
-        engine.step(3)
+        first = answered(engine, PROMPT, 105)
         daemon.knobs.refuse = UnloggedReason.BUSY
         engine.add("b", first.tokens, "s")
         engine.step_until(lambda: len(daemon.opened) >= 3)

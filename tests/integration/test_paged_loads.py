@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import threading
 
-from tests.integration.paged_engine import PagedOptions, row_of, with_daemon
+from tests.integration.paged_engine import PagedOptions, answered, row_of, with_daemon
 from tests.integration.test_paged_engine import PROMPT, assert_in_log
 
 
 def test_rows_of_a_step_in_which_a_load_failed_are_logged_after_it(tmp_path, monkeypatch):
     """Another request may have computed them on the blocks that were not filled: the engine says so after the step."""
     with with_daemon(tmp_path / "s") as (daemon, engine):
-        first = engine.add("a", PROMPT, "s")
-        engine.run_until("a", 120)
-        engine.finish("a")
-        engine.step(3)
+        first = answered(engine, PROMPT, 120)
         neighbour = engine.add("n", PROMPT[:20])
         engine.run_until("n", 30)
         engine.add("b", first.tokens, "s")
@@ -41,10 +38,7 @@ def test_rows_of_a_step_in_which_a_load_failed_are_logged_after_it(tmp_path, mon
 def test_worker_that_is_closed_under_a_load_has_the_blocks_computed(tmp_path):
     """A fault elsewhere has closed it while the load waited for its thread: the step does not fail by it."""
     with with_daemon(tmp_path / "s", wanted=PagedOptions(at_once=20)) as (_, engine):
-        first = engine.add("a", PROMPT, "s")
-        engine.run_until("a", 120)
-        engine.finish("a")
-        engine.step(3)
+        first = answered(engine, PROMPT, 120)
         second = engine.add("b", first.tokens, "s")
         go_on = threading.Event()
         loads = engine.worker._stagers
@@ -70,10 +64,7 @@ def test_worker_that_is_closed_under_a_load_has_the_blocks_computed(tmp_path):
 def test_request_that_leaves_during_its_load_gives_its_blocks_back_afterwards(tmp_path, monkeypatch):
     """Not before the last row is in place, and once; nothing of it is held for the log."""
     with with_daemon(tmp_path / "s", wanted=PagedOptions(at_once=20)) as (_, engine):
-        first = engine.add("a", PROMPT, "s")
-        engine.run_until("a", 120)
-        engine.finish("a")
-        engine.step(3)
+        first = answered(engine, PROMPT, 120)
         real, go_on = engine.store.scatter, threading.Event()
 
         def slow(*arguments):

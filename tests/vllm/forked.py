@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 from typing import TYPE_CHECKING
 
 from consumers.vllm_server import MODULE, server_environment
-from tests.processes import die_with_parent
+from tests.processes import ProcessEnd, die_with_parent
 from tests.vllm.fork_servers import SAID
 
 if TYPE_CHECKING:
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["ForkedProcess", "ForkedServers"]
 
 _END_SECONDS = 20.0
+_ANY_CODE = -1
+"""Who is not its parent never learns a process's exit code."""
 
 
 class ForkedProcess:
@@ -29,24 +30,17 @@ class ForkedProcess:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._fd = os.pidfd_open(pid)
-        self._ended = False
+        self._end = ProcessEnd(pid)
 
     def poll(self) -> int | None:
         """None: it lives. Its exit code is not known."""
-        return self.wait(0.0) if self._ended or self._has_ended(0.0) else None
+        return _ANY_CODE if self._end.has_come() else None
 
     def wait(self, timeout: float = _END_SECONDS) -> int:
         """Wait for its end."""
-        if not self._ended:
-            if not self._has_ended(timeout):
-                raise subprocess.TimeoutExpired("a server", timeout)
-            self._ended = True
-            os.close(self._fd)
-        return -1
-
-    def _has_ended(self, seconds: float) -> bool:
-        return bool(select.select([self._fd], [], [], seconds)[0])
+        if not self._end.has_come(timeout):
+            raise subprocess.TimeoutExpired("a server", timeout)
+        return _ANY_CODE
 
 
 class ForkedServers:
