@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
+from consumers.plain_http import NO_AUTHORITIES
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
@@ -142,9 +144,8 @@ async def events(url: str, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[st
     timeout = httpx.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS)
     try:
         async with (
-            httpx.AsyncClient(
-                trust_env=False, timeout=timeout
-            ) as client,  # no proxy between us and this machine
+            # no proxy between us and this machine
+            httpx.AsyncClient(trust_env=False, verify=NO_AUTHORITIES, timeout=timeout) as client,
             client.stream("POST", url, json=body) as response,
         ):
             if response.status_code != httpx.codes.OK:

@@ -13,6 +13,7 @@ import httpx
 
 from consumers.demo_client import EngineClient
 from consumers.demo_error import DemoError
+from consumers.plain_http import NO_AUTHORITIES
 from kvlog.log.local import write_lock_holder
 from kvlog.log.locate import parse_log_url
 
@@ -226,7 +227,7 @@ class _OwnStarting:
 
     async def linked(self) -> None:
         deadline = time.monotonic() + _LINK_SECONDS
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=NO_AUTHORITIES) as client:
             while not (await client.get(f"{self._url()}/health", timeout=_LINK_SECONDS)).json()["connected"]:
                 if time.monotonic() > deadline:
                     raise DemoError(f"{self.program.name} found no daemon: {self.program.last_words()}")

@@ -18,6 +18,7 @@ import httpx
 from consumers.demo_client import Broken, Finished, Piece, events
 from consumers.demo_error import DemoError
 from consumers.exits import ExitCode
+from consumers.plain_http import NO_AUTHORITIES
 from consumers.vllm_server import SERVED_NAME
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ class PromptTokens:
         if prompt.nonce not in self._known:
             body = {"model": SERVED_NAME, "messages": list(prompt.messages)}
             try:
-                async with httpx.AsyncClient(trust_env=False, timeout=_TOKENIZE_SECONDS) as client:
+                async with httpx.AsyncClient(
+                    trust_env=False, verify=NO_AUTHORITIES, timeout=_TOKENIZE_SECONDS
+                ) as client:
                     answer = await client.post(f"{url}/tokenize", json=body)
             except httpx.HTTPError as error:
                 raise DemoError(f"vLLM does not answer: {str(error) or type(error).__name__}") from error

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
+from consumers.plain_http import NO_AUTHORITIES
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.server import EngineServer
 from kvlog.engines.step_loop import StepLoop, StepLoopOptions
@@ -88,7 +89,9 @@ def serving(path: Path, *, acked: AckedOptions | None = None, **options) -> Iter
     wait_for(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS) as client:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", verify=NO_AUTHORITIES, timeout=SECONDS
+        ) as client:
             yield Served(client, replicator, loop)
     finally:
         server.should_exit = True

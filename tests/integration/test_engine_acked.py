@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 import httpx
 import pytest
 
+from consumers.plain_http import NO_AUTHORITIES
 from kvlog.engines.acked_gate import AckedOptions, Late
 from kvlog.engines.synthetic import SyntheticModel
 from kvlog.link.messages import EndedReason, UnloggedReason
@@ -207,7 +208,9 @@ def test_acked_answer_whose_client_leaves_is_not_kept_for_the_log(tmp_path, stre
     ):
         body = {**BODY, "session": "a", "max_tokens": 5, "stream": stream, "acked_seconds": 600}
         with (
-            httpx.Client(base_url=served.client.base_url, timeout=httpx.Timeout(0.3)) as leaving,
+            httpx.Client(
+                base_url=served.client.base_url, verify=NO_AUTHORITIES, timeout=httpx.Timeout(0.3)
+            ) as leaving,
             pytest.raises(httpx.ReadTimeout),
             leaving.stream("POST", "/v1/completions", json=body) as response,
         ):

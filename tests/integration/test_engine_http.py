@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from consumers.plain_http import NO_AUTHORITIES
 from kvlog.engines.step_loop import StepLoop
 from kvlog.engines.synthetic import SyntheticCache, SyntheticModel
 from kvlog.link.messages import UnloggedReason
@@ -208,7 +209,9 @@ def test_http_client_that_leaves_frees_its_place(tmp_path, stream):
         serving(tmp_path / "s", steps_per_second=20) as served,
     ):
         body = {"prompt": PROMPT, "stream": stream, "max_tokens": 5000, "session": "gone"}
-        with httpx.Client(base_url=served.client.base_url, timeout=httpx.Timeout(0.3)) as leaving:
+        with httpx.Client(
+            base_url=served.client.base_url, verify=NO_AUTHORITIES, timeout=httpx.Timeout(0.3)
+        ) as leaving:
             if stream:
                 with leaving.stream("POST", "/v1/completions", json=body) as response:
                     next(events(response))
@@ -321,11 +324,13 @@ def test_http_engine_killed_in_mid_answer_is_continued_by_another(tmp_path):
     path = tmp_path / "s"
     body = {"prompt": PROMPT, "max_tokens": 60, "session": "story", "stream": True, "return_token_ids": True}
     with FakeDaemon.running(path, Knobs(block_bytes=1 << 16)) as running, process(path) as (_, address):
-        reference = streamed(httpx.Client(base_url=address), **{**body, "session": "reference"})
+        reference = streamed(
+            httpx.Client(base_url=address, verify=NO_AUTHORITIES), **{**body, "session": "reference"}
+        )
         with process(path, "--tokens-per-second", "100") as (victim, doomed):
             seen: list[dict] = []
             with (
-                httpx.Client(base_url=doomed) as client,
+                httpx.Client(base_url=doomed, verify=NO_AUTHORITIES) as client,
                 client.stream("POST", "/v1/completions", json=body) as response,
                 suppress(httpx.RemoteProtocolError),
             ):
@@ -335,7 +340,7 @@ def test_http_engine_killed_in_mid_answer_is_continued_by_another(tmp_path):
                         victim.send_signal(signal.SIGKILL)
             assert 20 <= len(seen) < 60
         logged = len(running.daemon.sessions["story"].tokens)
-        with httpx.Client(base_url=address) as client:
+        with httpx.Client(base_url=address, verify=NO_AUTHORITIES) as client:
             rest = streamed(client, **body, resume_token_ids=ids(seen))
     assert ids(reference) == ids(seen) + ids(rest)
     assert text(reference) == text(seen) + text(rest)
@@ -348,7 +353,7 @@ def test_http_engine_killed_in_mid_answer_is_continued_by_another(tmp_path):
 def test_engine_process_stops_on_sigterm(tmp_path):
     """An orderly stop is exit code 0."""
     with process(tmp_path / "s") as (started, address):
-        assert httpx.get(f"{address}/health").json()["connected"] is False
+        assert httpx.get(f"{address}/health", verify=NO_AUTHORITIES).json()["connected"] is False
         started.send_signal(signal.SIGTERM)
         assert started.wait(SECONDS) == 0
 

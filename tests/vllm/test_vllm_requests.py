@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from consumers.plain_http import NO_AUTHORITIES
 from tests.nodes import logged_length, until
 from tests.vllm.fleet import TAKE_OVER, prompt_of
 from tests.vllm.test_vllm_answers import assert_bytes
@@ -26,7 +27,7 @@ ROUNDING = 1e-3
 def complete(node: VllmNode, **body: object) -> dict[str, Any]:
     """One answer that is not streamed."""
     request = {"model": "m", "temperature": 0, "return_token_ids": True, **body}
-    answer = httpx.post(f"{node.server.url}/v1/completions", json=request, timeout=120)
+    answer = httpx.post(f"{node.server.url}/v1/completions", verify=NO_AUTHORITIES, json=request, timeout=120)
     assert answer.status_code == httpx.codes.OK, answer.text
     said: dict[str, Any] = answer.json()
     return said
@@ -42,7 +43,7 @@ def counted_unlogged(node: VllmNode, reason: str) -> Iterator[None]:
 
 def unlogged(node: VllmNode, reason: str) -> float:
     """Requests that were served unlogged for this reason, as Prometheus reads it."""
-    text = httpx.get(f"{node.server.url}/metrics", timeout=10).text
+    text = httpx.get(f"{node.server.url}/metrics", verify=NO_AUTHORITIES, timeout=10).text
     lines = [line for line in text.splitlines() if line.startswith("vllm:kvlog_unlogged_requests_total")]
     return sum(float(line.split()[-1]) for line in lines if f'reason="{reason}"' in line)
 
