@@ -4,9 +4,10 @@ A session's shard (a Key) has rows of one size, position by position in blocks o
 is of use to an engine, so only that is kept: a key holds rows [0, present) and nothing else. Rows behind a hole (not
 logged, or no block was free) are not held, and the next `place` at or below `present` closes the gap.
 
-Placing is two steps, because decoding may happen between them, in another thread: `place` says where rows go and keeps
-those blocks from everybody else; `settle` makes them present, or not. Cut, drop or place in between make the placement
-void: its blocks stay untouchable until it is settled, and then nothing becomes present.
+Placing is two steps, with the copying between them, which may fail: `place` says where rows go; `settle` makes them
+present, or not. Nothing is to be called in between, and BlockPool.apply does all of it in one call. Cut, drop or place
+in between would make the placement void: its blocks may be anybody's from then on, so nothing may be written to them
+any more, and when it is settled nothing becomes present.
 
 Rows that an attach has pinned never change (INV-PINNED, kvlog.buffers.ledger): a `place` into a pinned block goes to
 another one, into which the rows before are to be copied first (`Piece.copy_from`).
@@ -64,17 +65,13 @@ class Piece(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Room for rows [start, start + n) of a key, kept until it is settled.
-
-    `is_held`: its blocks are kept from everybody else meanwhile.
-    """
+    """Room for rows [start, start + n) of a key, to be written at once and settled."""
 
     key: Key
     start: Position
     n: int
     row_bytes: int
     pieces: Sequence[Piece]
-    is_held: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +130,12 @@ class BlockTable:
         self._now_ns = 0
         self.ledger = BlockLedger(blocks=geometry.blocks, pinned_share=pinned_share)
 
-    def place(self, key: Key, start: Position, n: int, row_bytes: int, *, held: bool = True) -> Placement:
+    def place(self, key: Key, start: Position, n: int, row_bytes: int) -> Placement:
         """Make room for rows [start, start + n); rows from start on are gone from now on, whatever comes of it.
 
         Args:
             start: 0 ≤ start ≤ present_prefix(key). At 0 the row size may differ from before.
             n: ≥ 1.
-            held: False: it is settled before anything else is called here, so nothing has to be kept from anybody.
 
         Raises:
             PoolFull: not enough free blocks; rows below start are still there. Evict, or go on without these rows.
@@ -148,9 +144,7 @@ class BlockTable:
         """
         lane = self._lane_for(key, start, row_bytes)
         pieces = self._room(lane, start, n)
-        lane.open = placement = Placement(key, start, n, row_bytes, pieces, held)
-        if held:
-            self.ledger.pin_for_write({piece.block for piece in pieces})
+        lane.open = placement = Placement(key, start, n, row_bytes, pieces)
         return placement
 
     def settle(self, placement: Placement, row_checksums: Sequence[int]) -> bool:
@@ -162,8 +156,6 @@ class BlockTable:
         assert len(row_checksums) <= placement.n, "more rows than were placed"
         lane = self._lane(placement.key)
         valid = lane is not None and lane.open is placement
-        if placement.is_held:
-            self.ledger.unpin_written({piece.block for piece in placement.pieces})
         if valid and lane is not None:
             lane.checksums.extend(row_checksums)
             lane.open = None

@@ -1,8 +1,8 @@
-"""Which blocks of a pool are free, and which must not be touched by anybody yet.
+"""Which blocks of a pool are free, and which must not be touched yet.
 
 A block is in one of three states: free; owned by one session's shard; loose, that is owned by nobody any more but still
-pinned. Pins come from attaches (an engine is copying it) and from open placements (somebody is still writing to it). A
-pinned block is never handed out: a loose one becomes free with its last pin. (INV-PINNED)
+pinned. Pins come from attaches: an engine is copying it. A pinned block is never handed out: a loose one becomes free
+with its last pin. (INV-PINNED)
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from kvlog.errors import PoolFull
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Iterable
 
 __all__ = ["BlockCounts", "BlockLedger"]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Blocks by state; `pinned` are those of attaches, owned or loose."""
+    """Blocks by state; `pinned` are owned or loose."""
 
     total: int
     free: int
@@ -49,7 +49,6 @@ class BlockLedger:
         self._free = list(range(blocks - 1, -1, -1))
         self._loose: set[int] = set()
         self._attached: Counter[int] = Counter()
-        self._written: Counter[int] = Counter()
 
     @property
     def counts(self) -> BlockCounts:
@@ -57,8 +56,8 @@ class BlockLedger:
         return BlockCounts(self._blocks, len(self._free), len(self._loose), len(self._attached))
 
     def is_pinned(self, block: int) -> bool:
-        """An engine may be reading it, or somebody writing to it."""
-        return block in self._attached or block in self._written
+        """An engine may be reading it."""
+        return block in self._attached
 
     def take(self, count: int) -> list[int]:
         """Take free blocks: all of them or none.
@@ -93,16 +92,15 @@ class BlockLedger:
 
     def unpin_attached(self, blocks: Iterable[int]) -> None:
         """Undo one `pin_for_attach` of the same blocks."""
-        self._unpin(self._attached, set(blocks))
-
-    def pin_for_write(self, blocks: Collection[int]) -> None:
-        """Keep blocks, each named once, from being handed to anybody else while they are written."""
-        for block in blocks:
-            self._written[block] += 1
-
-    def unpin_written(self, blocks: Collection[int]) -> None:
-        """Undo one `pin_for_write` of the same blocks."""
-        self._unpin(self._written, blocks)
+        for block in set(blocks):
+            assert self._attached[block] >= 1, "unpinned more often than pinned"
+            self._attached[block] -= 1
+            if self._attached[block]:
+                continue
+            del self._attached[block]
+            if block in self._loose:
+                self._loose.remove(block)
+                self._free.append(block)
 
     def check(self, owned: Iterable[int]) -> None:
         """Assert that each block is in exactly one state, given those that are owned.
@@ -115,14 +113,4 @@ class BlockLedger:
             "INV-PINNED: a loose block without a pin is lost"
         )
         assert not any(self.is_pinned(block) for block in self._free), "INV-PINNED: a pinned block is free"
-        assert min([*self._attached.values(), *self._written.values(), 1]) >= 1, "a pin that is none"
-
-    def _unpin(self, pins: Counter[int], blocks: Collection[int]) -> None:
-        for block in blocks:
-            assert pins[block] >= 1, "unpinned more often than pinned"
-            pins[block] -= 1
-            if not pins[block]:
-                del pins[block]
-            if block in self._loose and not self.is_pinned(block):
-                self._loose.remove(block)
-                self._free.append(block)
+        assert min([*self._attached.values(), 1]) >= 1, "a pin that is none"

@@ -1,9 +1,9 @@
 """The block pool: the bytes of all sessions that this node holds, in memory that engines can read.
 
-Allocated once, at start. Rows are written straight into blocks (one copy a block), become present only when committed,
-and are read by engines through pinned blocks: see kvlog.buffers.blocks for where rows lie, kvlog.buffers.attach for the
-other side. Row checksums are those of the bytes that were decoded, so that an engine finds whatever happens to them
-afterwards.
+Allocated once, at start. Rows are copied into blocks (one copy a block), become present only when all of them have been
+(`BlockPool.apply`, one call), and are read by engines through pinned blocks: see kvlog.buffers.blocks for where rows
+lie, kvlog.buffers.attach for the other side. Row checksums are those of the bytes that were decoded, so that an engine
+finds whatever happens to them afterwards.
 
 On `cpu` the pool is a sealed memfd that only this process writes, and torch is not needed: importing it would add more
 to the daemon's memory than everything else but the pool. `cuda:N`: kvlog.buffers.pool_cuda.
@@ -25,10 +25,10 @@ from kvlog.limits import DEFAULT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvlog.buffers.blocks import Piece, Placement
+    from kvlog.buffers.blocks import Piece
     from kvlog.ids import Position, SessionId
 
-__all__ = ["BlockPool", "BlockStore", "Extent", "HostStore", "PoolOptions", "PoolWriting", "open_pool"]
+__all__ = ["BlockPool", "BlockStore", "Extent", "HostStore", "PoolOptions", "open_pool"]
 
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
 
@@ -82,7 +82,7 @@ class Extent(NamedTuple):
 
 
 class BlockStore(Protocol):
-    """Where blocks' bytes are, and how engines get to read them. Used by one thread, but for what is said otherwise."""
+    """Where blocks' bytes are, and how engines get to read them. Used by one thread."""
 
     @property
     def geometry(self) -> PoolGeometry:
@@ -100,7 +100,7 @@ class BlockStore(Protocol):
         ...
 
     def open_views(self, extents: Sequence[Extent]) -> tuple[memoryview, ...]:
-        """Host memory for each extent, to be written by the caller, in any thread."""
+        """Host memory for each extent, to be written by the caller."""
         ...
 
     def store_views(self, extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
@@ -181,49 +181,6 @@ class HostStore:
         return self.memory.view[at : at + extent.size]
 
 
-class PoolWriting:
-    """Rows on their way into the pool; ends with `commit` or `abandon`, exactly one of them.
-
-    Attributes:
-        views: host memory for the rows in order, whole rows each, to be filled by the caller in any thread.
-    """
-
-    def __init__(self, pool: BlockPool, placement: Placement) -> None:
-        size = placement.row_bytes
-        self._pool = pool
-        self._placement = placement
-        self._extents = _extents(placement.pieces, size)
-        self.views = pool.store.open_views(self._extents)
-
-    def row_checksums(self) -> list[int]:
-        """The checksum of each row as it stands in `views`; may be called in the thread that wrote them."""
-        return [one for view in self.views for one in row_checksums(view, self._placement.row_bytes)]
-
-    def commit(self, checksums: Sequence[int] | None = None) -> bool:
-        """Make the rows present; in the pool's thread.
-
-        Args:
-            checksums: of the rows that were written, from the first on, if `row_checksums` was called before; rows
-                beyond them do not become present.
-
-        Returns:
-            Whether they are present; not if the session was cut, dropped or written anew meanwhile.
-        """
-        if checksums is None:
-            checksums = self.row_checksums()
-        self._pool.store.store_views(self._extents, self.views)
-        return self._end(checksums)
-
-    def abandon(self) -> None:
-        """Nothing becomes present; in the pool's thread, and only when nobody writes to `views` any more."""
-        self._end(())
-
-    def _end(self, checksums: Sequence[int]) -> bool:
-        for view in self.views:
-            view.release()
-        return self._pool.blocks.settle(self._placement, checksums)
-
-
 class BlockPool:
     """Rows by session, shard and position. Used by one thread, or one event loop.
 
@@ -273,7 +230,7 @@ class BlockPool:
         if checksums is None:
             checksums = row_checksums(rows, row_bytes)
         assert len(checksums) * row_bytes == len(rows), "a checksum for each row"
-        placement = self.blocks.place(key, start, len(rows) // row_bytes, row_bytes, held=False)
+        placement = self.blocks.place(key, start, len(rows) // row_bytes, row_bytes)
         written: Sequence[int] = ()
         try:
             self._copy_heads(placement.pieces, row_bytes)
@@ -282,21 +239,6 @@ class BlockPool:
         finally:
             self.blocks.settle(placement, written)
         return True
-
-    def writable(self, key: Key, start: Position, n: int, row_bytes: int) -> PoolWriting | None:
-        """Make room for rows [start, start + n), to be decoded into it; rows that were there from start on are gone.
-
-        Returns:
-            None behind a hole (start > present_prefix): nobody could use such rows.
-
-        Raises:
-            PoolFull, RowTooLarge, LayoutMismatch: as `apply`.
-        """
-        if start > self.blocks.present_prefix(key):
-            return None
-        placement = self.blocks.place(key, start, n, row_bytes)
-        self._copy_heads(placement.pieces, row_bytes)
-        return PoolWriting(self, placement)
 
     def present_prefix(self, key: Key) -> Position:
         """The number of rows from position 0 that are held."""

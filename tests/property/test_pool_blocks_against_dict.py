@@ -68,17 +68,18 @@ class BlocksModel(RuleBasedStateMachine):
             if piece.copy_from is not None:
                 for slot in range(piece.slot):
                     self.put(piece.block, slot, self.get(piece.copy_from, slot, row_bytes))
-        return placement
-
-    @rule(placement=consumes(writing), written=st.integers(0, 6))
-    def settle(self, placement: Placement, written: int):
-        """A void placement's writer still writes: nobody else's rows may change by that."""
-        rows = [self.fresh_row(placement.row_bytes) for _ in range(placement.n)]
+        rows = [self.fresh_row(row_bytes) for _ in range(n)]
         left = iter(rows)
         for piece in placement.pieces:
             for slot in range(piece.slot, piece.slot + piece.rows):
                 self.put(piece.block, slot, next(left))
-        good = rows[: min(written, placement.n)]
+        return placement, rows
+
+    @rule(placed=consumes(writing), written=st.integers(0, 6))
+    def settle(self, placed: tuple[Placement, list[bytes]], written: int):
+        """Rows are written when they are placed, never later: a void placement's blocks may be anybody's by now."""
+        placement, rows = placed
+        good = rows[:written]
         valid = self.table.settle(placement, [checksum(row) for row in good])
         assert valid == (self.opened.get(placement.key) is placement)
         if valid:

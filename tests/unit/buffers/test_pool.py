@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -118,6 +117,28 @@ def test_pool_rows_that_could_not_be_copied_are_absent_and_take_no_block(pool, m
     assert pool.read(KEY, Position(0), 7) == rows(0, 7)
 
 
+def test_pool_rows_that_could_not_be_copied_change_no_pinned_block(pool, monkeypatch):
+    """They were on their way to a block of their own, which is where the rows before them are from then on."""
+    put(pool, KEY, 0, rows(0, 6))
+    pinned = pool.pin(KEY, Position(6))
+
+    def fail(extents, views):
+        for view in views:
+            view[:] = bytes(len(view))
+        raise ConnectionError
+
+    monkeypatch.setattr(pool.store, "store_views", fail)
+    with pytest.raises(ConnectionError):
+        put(pool, KEY, 5, rows(50, 4))
+    monkeypatch.undo()
+    assert pool.read(KEY, Position(0), 5) == rows(0, 5)
+    assert pool.present_prefix(KEY) == 5
+    assert attached(pool, pinned) == rows(0, 6)
+    pool.release(pinned.lease)
+    pool.blocks.check()
+    assert pool.blocks.ledger.counts.free == 6
+
+
 def test_pool_rows_behind_a_hole_are_not_held(pool):
     """Nobody could use them; the next turn that begins at or below the prefix can."""
     assert not put(pool, KEY, 1, rows(1, 1))
@@ -146,62 +167,6 @@ def test_pool_rows_of_another_size_or_too_large_are_refused(pool):
         pool.apply(KEY, Position(1), memoryview(bytes(50)), 50)
     with pytest.raises(RowTooLarge):
         pool.apply(OTHER, Position(0), memoryview(bytes(451)), 451)
-
-
-def test_pool_writing_is_present_after_commit_only(pool):
-    """A codec decodes into the blocks, in another thread."""
-    data = rows(0, 6)
-    writing = pool.writable(KEY, Position(0), 6, ROW)
-    assert writing is not None
-    sums: list[int] = []
-
-    def decode() -> None:
-        at = 0
-        for view in writing.views:
-            view[:] = data[at : at + len(view)]
-            at += len(view)
-        sums.extend(writing.row_checksums())
-
-    thread = threading.Thread(target=decode)
-    thread.start()
-    thread.join()
-    assert pool.present_prefix(KEY) == 0
-    assert writing.commit(sums)
-    assert pool.read(KEY, Position(0), 6) == data
-
-
-def test_pool_writing_committed_in_part_is_present_in_part(pool):
-    """What was decoded before an error is good."""
-    writing = pool.writable(KEY, Position(0), 6, ROW)
-    assert writing is not None
-    writing.views[0][:] = rows(0, 4)
-    assert writing.commit(writing.row_checksums()[:3])
-    assert pool.read(KEY, Position(0), 3) == rows(0, 3)
-    assert pool.present_prefix(KEY) == 3
-
-
-def test_pool_writing_abandoned_leaves_what_was_there(pool):
-    """A decode that failed costs its own rows only."""
-    put(pool, KEY, 0, rows(0, 3))
-    writing = pool.writable(KEY, Position(3), 6, ROW)
-    assert writing is not None
-    writing.abandon()
-    assert pool.read(KEY, Position(0), 3) == rows(0, 3)
-    pool.blocks.check()
-
-
-def test_pool_writing_of_a_session_dropped_meanwhile_harms_nobody(pool):
-    """Its blocks are nobody else's until it ends."""
-    writing = pool.writable(KEY, Position(0), 8, ROW)
-    assert writing is not None
-    pool.drop(KEY.session)
-    put(pool, OTHER, 0, rows(9, 24))
-    for view in writing.views:
-        view[:] = bytes(len(view))
-    assert not writing.commit()
-    assert pool.read(OTHER, Position(0), 24) == rows(9, 24)
-    assert pool.present_prefix(KEY) == 0
-    pool.blocks.check()
 
 
 def test_pool_cut_shortens_and_frees(pool):
