@@ -96,6 +96,7 @@ class VllmServer:
     """One `vllm serve`, with the watched connector, or without any.
 
     `folders`: for temporary files, of all servers that this process has launched; gone when their servers are.
+    `launches`: how often this one was started.
     `forks`: whose fork it is; None: it is started from nothing.
     """
 
@@ -114,6 +115,7 @@ class VllmServer:
         self._temporary: Path | None = None
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self.forks: ForkedServers | None = None
+        self.launches = 0
 
     def launch(self, link: Path | None, *options: str, **extra: object) -> None:
         """Start it; it is not there yet.
@@ -145,6 +147,7 @@ class VllmServer:
             "KVLOG_TEST_FAIL_LOADS": str(self._fail_loads),
         }
         self._process = self._start([str(one) for one in arguments], environment)
+        self.launches += 1
 
     def _start(
         self, arguments: list[str], environment: dict[str, str]
