@@ -63,7 +63,8 @@ _OPTIONS: Final = {
 }
 _EXTRA: Final[dict[str, dict[str, object]]] = {
     "a": {"load_step_bytes": 8 << 20},
-    "d": {"load_step_bytes": 8 << 20},
+    "d": {"load_step_bytes": 8 << 20, "wait_seconds": 10},
+    "e": {"wait_seconds": 10},
     "p": {"load_step_bytes": 8 << 20, "wait_seconds": 10},
     "q": {"wait_seconds": 10},
 }
