@@ -41,7 +41,7 @@ __all__ = ["ControlOptions", "EngineControl"]
 _CLOSED_DRAIN_SECONDS = 60.0
 """How long a dead engine's ring may take to be emptied before its turns are closed regardless."""
 _RANKS_CLOSE_SECONDS = 60.0
-"""After one rank has closed a turn: the others hold a finished request's blocks for seconds, and close it too."""
+"""After a rank that writes has closed a turn: others hold a finished request's blocks for seconds, and close it too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +187,8 @@ class EngineControl:
         rank = entry.rank_of(peer) if entry is not None else None
         if entry is None or rank is None or engine is None:
             return
-        if len(entry.ranks) > 1 and not entry.is_closing:
-            asyncio.get_running_loop().call_later(_RANKS_CLOSE_SECONDS, self._lose_closing, entry)
+        if len(entry.ranks) > 1 and not rank.only_reads and not entry.is_ending:
+            asyncio.get_running_loop().call_later(_RANKS_CLOSE_SECONDS, self._lose, entry)
         engine.intake.close_turn(rank)
 
     def release(self, peer: Peer, message: link.Release) -> None:
@@ -216,11 +216,6 @@ class EngineControl:
         del self._engines[peer]
         if self._tasks is not None:
             self._tasks.create_task(self._bury(peer, engine))
-
-    def _lose_closing(self, entry: OpenTurnEntry) -> None:
-        """End it if a rank has closed it and others never do; one that only reads may have come back."""
-        if entry.is_closing:
-            self._lose(entry)
 
     def _lose(self, entry: OpenTurnEntry) -> None:
         """End a turn for all of its ranks, since one has left it: what is in their rings is still logged."""

@@ -94,6 +94,11 @@ class OpenTurnEntry:
         return any(rank.closing_at is not None for rank in self.ranks)
 
     @property
+    def is_ending(self) -> bool:
+        """A rank that writes has closed it, so that the session will not have more than is written by then."""
+        return any(rank.closing_at is not None for rank in self.ranks if not rank.only_reads)
+
+    @property
     def is_done(self) -> bool:
         """Nothing more comes of any rank."""
         return all(rank.done for rank in self.ranks)
@@ -110,7 +115,7 @@ class OpenTurnEntry:
 
         Returns: False: it is not such a rank of this turn.
         """
-        if any(rank.closing_at is not None for rank in self.ranks if not rank.only_reads):
+        if self.is_ending:
             return False
         for index, rank in enumerate(self.ranks):
             old, new = rank.peer.hello, peer.hello

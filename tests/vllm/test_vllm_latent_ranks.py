@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 
 def test_latent_session_goes_on_on_servers_of_two_ranks_and_of_one(fleet: Fleet) -> None:
-    """SIGKILL of M (two ranks) and its daemon in mid-answer: N (two) loads all rows on both; then E (one), then N again.
+    """SIGKILL of M (two ranks) and its daemon in mid-answer: N (two) loads all rows on both; then E (one), and N again.
 
     The control: of two copies of a session the whole one is loaded whole by both ranks, the damaged one up to its
     damage.
