@@ -169,7 +169,10 @@ class TurnRegistry:
             self._used.popitem(last=False)
 
     def of_row(self, row: TableRow, peer: Peer) -> tuple[OpenTurnEntry, Rank] | None:
-        """The turn of a row in this engine's ring, if it may write it and epoch, session and shard fit (RULE ring)."""
+        """The turn of a row in this engine's ring, if it may write it and epoch, session and shard fit.
+
+        RULE ring; INV-JOINT: one rank writes a shard.
+        """
         entry = self._turns.get(row.turn)
         rank = entry.rank_of(peer) if entry is not None else None
         if entry is None or rank is None or rank.done or rank.only_reads:
