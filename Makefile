@@ -28,7 +28,7 @@ test: lint cover ## everything but vLLM, each test once; tests that lack a broke
 	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal --durations=25 $(OWN:%=--ignore=%) --ignore=tests/vllm $(ARGS)
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(BIN)/pytest -m gpu $(ARGS)
-venv-vllm: ## the virtual environment of the vLLM tests (3.4 GB); says so where there is no wheel
+venv-vllm: ## the virtual environment of the vLLM tests (3.5 GB); says so where there is no wheel
 	@.ci/venv-vllm .venv-vllm
 test-vllm: $(STAMP) $(if $(KVLOG_VLLM_PYTHON),,venv-vllm) ## the tests that start real vLLM servers; ARGS="-m vllm_ci": CI's
 	@$(BIN)/pytest -m vllm -n 0 -p no:randomly --durations=0 tests/vllm $(ARGS)

@@ -51,7 +51,7 @@ def measure_vllm(setting: Setting) -> list[Row]:
     model = ensure_model().path
     node = start_daemon(folder, "a")
     ours, theirs = VllmServer(folder, "ours", model), VllmServer(folder, "null", model)
-    rounds = 1 if setting.quick else 3
+    rounds = 1 if setting.quick else 5
     rows: list[Row] = []
     try:
         launch_timed(ours, "TimedKvlog", folder / "a.sock")
