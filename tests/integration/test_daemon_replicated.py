@@ -205,7 +205,7 @@ def test_link_of_a_rank_that_only_reads_costs_the_log_nothing(tmp_path: Path) ->
         engine.run_until("r1", 110)
         with rank_away(engine, 1):
             engine.run_until("r1", 130)
-            engine.step_until(lambda: written(engine) == [129, 0])
+            engine.step_until(lambda: written(engine)[0] >= 129)
         engine.step_until(lambda: engine.workers[1].replicator.counts.turns_reopened == 1)
         engine.run_until("r1", 140)
         tokens = finish(engine, node, "r1")
@@ -226,8 +226,8 @@ def test_turn_ends_while_the_rank_that_only_reads_has_no_link(tmp_path: Path) ->
         with rank_away(engine, 1):
             tokens = finish(engine, node, "r1")
             other.add("r2", [*tokens, 7], "s")
-            other.run_until("r2", 140)
-            assert [129] == loaded(other)
+            other.run_until("r2", len(tokens) + 5)
+            assert [len(tokens) - 1] == loaded(other)
             assert_blocks(other, "r2")
             assert_logged(node, "s", finish(other, node, "r2"))
 
