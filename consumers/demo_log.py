@@ -175,7 +175,7 @@ def _copied(record: Record, session: SessionId, epoch: Epoch, writer: Writer) ->
             nonce, node = Nonce(os.urandom(16)), NodeId(f"{_CLIENT_ID}-copy")
             return replace(record, session=session, epoch=epoch, writer=writer, nonce=nonce, node=node)
         case Truncate() | Delta():
-            return replace(record, session=session, epoch=epoch, writer=writer)
+            return record._replace(session=session, epoch=epoch, writer=writer)
         case _:
             raise DemoError("The session has records that a first turn does not write.")
 

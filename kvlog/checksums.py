@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -55,6 +56,7 @@ def digest(*parts: bytes) -> Digest:
     return Digest(state.digest())
 
 
+@lru_cache(maxsize=4096)
 def partition_of(session: str, partitions: int) -> int:
     """The partition of a session: xxh3_64 of its UTF-8 bytes, modulo the number of partitions.
 

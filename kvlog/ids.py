@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
 from typing import NewType
 
 from kvlog.errors import InvalidSessionId
@@ -70,7 +72,10 @@ FIRST_POSITION = Position(0)
 
 SESSION_ID_BYTES_MAX = 256
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
+
+@lru_cache(maxsize=4096)  # a session has many records, and each of them says its id twice
 def parse_session_id(text: str) -> SessionId:
     """Check a session id that came from outside.
 
@@ -85,8 +90,6 @@ def parse_session_id(text: str) -> SessionId:
         raise InvalidSessionId(problem="it has a lone surrogate, which is not UTF-8") from None
     if size > SESSION_ID_BYTES_MAX:
         raise InvalidSessionId(problem=f"it is {size} bytes long, {SESSION_ID_BYTES_MAX} is the most")
-    if any(
-        c < " " or "\x7f" <= c <= "\x9f" for c in text
-    ):  # not str.isprintable: it differs between Python versions
+    if _CONTROL.search(text):  # not str.isprintable: it differs between Python versions
         raise InvalidSessionId(problem="it has a control character")
     return SessionId(text)

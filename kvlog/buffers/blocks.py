@@ -63,15 +63,18 @@ class Piece(NamedTuple):
     copy_from: int | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Placement:
-    """Room for rows [start, start + n) of a key, kept until it is settled. Each placement is equal to itself only."""
+class Placement(NamedTuple):
+    """Room for rows [start, start + n) of a key, kept until it is settled.
+
+    `is_held`: its blocks are kept from everybody else meanwhile.
+    """
 
     key: Key
     start: Position
     n: int
     row_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
+    is_held: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +133,13 @@ class BlockTable:
         self._now_ns = 0
         self.ledger = BlockLedger(blocks=geometry.blocks, pinned_share=pinned_share)
 
-    def place(self, key: Key, start: Position, n: int, row_bytes: int) -> Placement:
+    def place(self, key: Key, start: Position, n: int, row_bytes: int, *, held: bool = True) -> Placement:
         """Make room for rows [start, start + n); rows from start on are gone from now on, whatever comes of it.
 
         Args:
             start: 0 ≤ start ≤ present_prefix(key). At 0 the row size may differ from before.
             n: ≥ 1.
+            held: False: it is settled before anything else is called here, so nothing has to be kept from anybody.
 
         Raises:
             PoolFull: not enough free blocks; rows below start are still there. Evict, or go on without these rows.
@@ -143,20 +147,11 @@ class BlockTable:
             LayoutMismatch: another row size than that of the rows before start.
         """
         lane = self._lane_for(key, start, row_bytes)
-        assert 0 <= start <= len(lane.checksums), "a placement behind a hole"
-        assert n >= 1, "a placement of no rows"
-        self._cut_lane(lane, start)
-        slot = start % lane.rows_a_block
-        copy_from = lane.blocks[-1] if slot and self.ledger.is_pinned(lane.blocks[-1]) else None
-        new = self.ledger.take(lane.blocks_for(start + n) - len(lane.blocks) + (copy_from is not None))
-        if copy_from is not None:
-            lane.blocks.pop()
-            self.ledger.give_back([copy_from])
-        lane.blocks += new
-        pieces = tuple(_pieces(lane, start, n, copy_from))
-        lane.open = Placement(key, start, n, row_bytes, pieces)
-        self.ledger.pin_for_write(piece.block for piece in pieces)
-        return lane.open
+        pieces = self._room(lane, start, n)
+        lane.open = placement = Placement(key, start, n, row_bytes, pieces, held)
+        if held:
+            self.ledger.pin_for_write({piece.block for piece in pieces})
+        return placement
 
     def settle(self, placement: Placement, row_checksums: Sequence[int]) -> bool:
         """End a placement: its first len(row_checksums) rows have been written; fewer, or none, if writing failed.
@@ -167,10 +162,13 @@ class BlockTable:
         assert len(row_checksums) <= placement.n, "more rows than were placed"
         lane = self._lane(placement.key)
         valid = lane is not None and lane.open is placement
-        self.ledger.unpin_written(piece.block for piece in placement.pieces)
+        if placement.is_held:
+            self.ledger.unpin_written({piece.block for piece in placement.pieces})
         if valid and lane is not None:
             lane.checksums.extend(row_checksums)
-            self._cut_lane(lane, len(lane.checksums))
+            lane.open = None
+            if len(row_checksums) < placement.n:
+                self._cut_lane(lane, len(lane.checksums))
         return valid
 
     def present_prefix(self, key: Key) -> Position:
@@ -284,14 +282,34 @@ class BlockTable:
         made = found.lanes[key.shard] = _Lane(row_bytes, rows_a_block)
         return made
 
+    def _room(self, lane: _Lane, start: Position, n: int) -> Sequence[Piece]:
+        """The lane's blocks for rows [start, start + n); those from start on are gone."""
+        assert 0 <= start <= len(lane.checksums), "a placement behind a hole"
+        assert n >= 1, "a placement of no rows"
+        self._cut_lane(lane, start)
+        index, slot = divmod(start, lane.rows_a_block)
+        copy_from = lane.blocks[-1] if slot and self.ledger.is_pinned(lane.blocks[-1]) else None
+        wanted = lane.blocks_for(start + n) - len(lane.blocks) + (copy_from is not None)
+        if wanted:
+            new = self.ledger.take(wanted)
+            if copy_from is not None:
+                lane.blocks.pop()
+                self.ledger.give_back([copy_from])
+            lane.blocks += new
+        if slot + n <= lane.rows_a_block:  # as nearly always: a row or a few
+            return (Piece(lane.blocks[index], slot, n, copy_from),)
+        return tuple(_pieces(lane, start, n, copy_from))
+
     def _cut_lane(self, lane: _Lane, rows: int) -> None:
         """Keep the first `rows` present rows and the blocks that hold them; an open placement becomes void."""
-        keep = lane.blocks_for(rows)
-        surplus = lane.blocks[keep:]
-        del lane.blocks[keep:]
-        del lane.checksums[rows:]
         lane.open = None
-        self.ledger.give_back(surplus)
+        if rows < len(lane.checksums):
+            del lane.checksums[rows:]
+        keep = lane.blocks_for(rows)
+        if keep < len(lane.blocks):
+            surplus = lane.blocks[keep:]
+            del lane.blocks[keep:]
+            self.ledger.give_back(surplus)
 
     def _leased(self, indexes: tuple[int, ...], pinned: PinnedBlocks) -> PinnedBlocks:
         lease = LeaseId(next(self._lease_numbers))

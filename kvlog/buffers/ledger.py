@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvlog.errors import PoolFull
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 __all__ = ["BlockCounts", "BlockLedger"]
 
@@ -93,13 +93,14 @@ class BlockLedger:
 
     def unpin_attached(self, blocks: Iterable[int]) -> None:
         """Undo one `pin_for_attach` of the same blocks."""
-        self._unpin(self._attached, blocks)
+        self._unpin(self._attached, set(blocks))
 
-    def pin_for_write(self, blocks: Iterable[int]) -> None:
-        """Keep blocks from being handed to anybody else while they are written."""
-        self._written.update(set(blocks))
+    def pin_for_write(self, blocks: Collection[int]) -> None:
+        """Keep blocks, each named once, from being handed to anybody else while they are written."""
+        for block in blocks:
+            self._written[block] += 1
 
-    def unpin_written(self, blocks: Iterable[int]) -> None:
+    def unpin_written(self, blocks: Collection[int]) -> None:
         """Undo one `pin_for_write` of the same blocks."""
         self._unpin(self._written, blocks)
 
@@ -116,8 +117,8 @@ class BlockLedger:
         assert not any(self.is_pinned(block) for block in self._free), "INV-PINNED: a pinned block is free"
         assert min([*self._attached.values(), *self._written.values(), 1]) >= 1, "a pin that is none"
 
-    def _unpin(self, pins: Counter[int], blocks: Iterable[int]) -> None:
-        for block in set(blocks):
+    def _unpin(self, pins: Counter[int], blocks: Collection[int]) -> None:
+        for block in blocks:
             assert pins[block] >= 1, "unpinned more often than pinned"
             pins[block] -= 1
             if not pins[block]:

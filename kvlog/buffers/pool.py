@@ -2,8 +2,8 @@
 
 Allocated once, at start. Rows are written straight into blocks (one copy a block), become present only when committed,
 and are read by engines through pinned blocks: see kvlog.buffers.blocks for where rows lie, kvlog.buffers.attach for the
-other side. Row checksums are computed over the bytes that were decoded, when they are committed, so that an engine
-finds whatever happens to them afterwards.
+other side. Row checksums are those of the bytes that were decoded, so that an engine finds whatever happens to them
+afterwards.
 
 On `cpu` the pool is a sealed memfd that only this process writes, and torch is not needed: importing it would add more
 to the daemon's memory than everything else but the pool. `cuda:N`: kvlog.buffers.pool_cuda.
@@ -25,7 +25,7 @@ from kvlog.limits import DEFAULT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvlog.buffers.blocks import Placement
+    from kvlog.buffers.blocks import Piece, Placement
     from kvlog.ids import Position, SessionId
 
 __all__ = ["BlockPool", "BlockStore", "Extent", "HostStore", "PoolOptions", "PoolWriting", "open_pool"]
@@ -152,7 +152,7 @@ class HostStore:
 
     def open_views(self, extents: Sequence[Extent]) -> tuple[memoryview, ...]:
         """The blocks' own bytes."""
-        return tuple(self._view(extent) for extent in extents)
+        return tuple([self._view(extent) for extent in extents])
 
     def store_views(self, extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
         """They are there already."""
@@ -192,7 +192,7 @@ class PoolWriting:
         size = placement.row_bytes
         self._pool = pool
         self._placement = placement
-        self._extents = [Extent(p.block, p.slot * size, p.rows * size) for p in placement.pieces]
+        self._extents = _extents(placement.pieces, size)
         self.views = pool.store.open_views(self._extents)
 
     def row_checksums(self) -> list[int]:
@@ -245,11 +245,19 @@ class BlockPool:
         """What engines map; hand out its `reader_fd()` only."""
         return self.store.memory
 
-    def apply(self, key: Key, start: Position, rows: memoryview, row_bytes: int) -> bool:
+    def apply(
+        self,
+        key: Key,
+        start: Position,
+        rows: memoryview,
+        row_bytes: int,
+        checksums: Sequence[int] | None = None,
+    ) -> bool:
         """Write rows [start, start + n) and make them present; rows that were there from start on are replaced.
 
         Args:
             rows: whole rows, n ≥ 1, format B, C-contiguous; copied.
+            checksums: of each row, if the caller has just verified them; else they are computed.
 
         Returns:
             Whether they are present: not behind a hole (start > present_prefix).
@@ -260,14 +268,20 @@ class BlockPool:
             LayoutMismatch: the rows before start have another size.
         """
         assert len(rows) % row_bytes == 0, "rows must be whole"
-        writing = self.writable(key, start, len(rows) // row_bytes, row_bytes)
-        if writing is None:
+        if start > self.blocks.present_prefix(key):
             return False
-        at = 0
-        for view in writing.views:
-            view[:] = rows[at : at + len(view)]
-            at += len(view)
-        return writing.commit()
+        if checksums is None:
+            checksums = row_checksums(rows, row_bytes)
+        assert len(checksums) * row_bytes == len(rows), "a checksum for each row"
+        placement = self.blocks.place(key, start, len(rows) // row_bytes, row_bytes, held=False)
+        written: Sequence[int] = ()
+        try:
+            self._copy_heads(placement.pieces, row_bytes)
+            self._copy_rows(placement.pieces, rows, row_bytes)
+            written = checksums
+        finally:
+            self.blocks.settle(placement, written)
+        return True
 
     def writable(self, key: Key, start: Position, n: int, row_bytes: int) -> PoolWriting | None:
         """Make room for rows [start, start + n), to be decoded into it; rows that were there from start on are gone.
@@ -281,9 +295,7 @@ class BlockPool:
         if start > self.blocks.present_prefix(key):
             return None
         placement = self.blocks.place(key, start, n, row_bytes)
-        for piece in placement.pieces:
-            if piece.copy_from is not None:
-                self.store.copy_head(piece.copy_from, piece.block, piece.slot * row_bytes)
+        self._copy_heads(placement.pieces, row_bytes)
         return PoolWriting(self, placement)
 
     def present_prefix(self, key: Key) -> Position:
@@ -336,6 +348,24 @@ class BlockPool:
     def close(self) -> None:
         """Give the memory back; engines that have mapped it keep it until they close it."""
         self.store.close()
+
+    def _copy_heads(self, pieces: Sequence[Piece], row_bytes: int) -> None:
+        for piece in pieces:
+            if piece.copy_from is not None:
+                self.store.copy_head(piece.copy_from, piece.block, piece.slot * row_bytes)
+
+    def _copy_rows(self, pieces: Sequence[Piece], rows: memoryview, row_bytes: int) -> None:
+        extents = _extents(pieces, row_bytes)
+        views = self.store.open_views(extents)
+        at = 0
+        for view in views:
+            view[:] = rows[at : at + len(view)]
+            at += len(view)
+        self.store.store_views(extents, views)
+
+
+def _extents(pieces: Sequence[Piece], row_bytes: int) -> list[Extent]:
+    return [Extent(p.block, p.slot * row_bytes, p.rows * row_bytes) for p in pieces]
 
 
 def open_pool(options: PoolOptions) -> BlockPool:

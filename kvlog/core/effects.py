@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from kvlog.core.verdicts import Judgement
@@ -54,8 +54,7 @@ class DropReason(StrEnum):
     ASKED = "asked to"
 
 
-@dataclass(frozen=True, slots=True)
-class StoreRows:
+class StoreRows(NamedTuple):
     """Write the delta's rows into the buffer at (session, shard, start). Rows that cannot be stored become absent."""
 
     delta: Delta

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,8 +41,7 @@ class Follow:
     first: Offset
 
 
-@dataclass(frozen=True, slots=True)
-class RecordRead:
+class RecordRead(NamedTuple):
     """A message was read and decoded. Its payload is referenced by effects, not copied."""
 
     partition: Partition

@@ -23,6 +23,7 @@ from kvlog.core.effects import (
     SessionBroken,
     SessionClaimed,
     SessionEnded,
+    StoreRows,
     TurnEnded,
     TurnEndReason,
     TurnFenced,
@@ -192,7 +193,8 @@ class NodeCore:
     def _read(self, happened: RecordRead) -> tuple[Effect, ...]:
         core = self._partitions[happened.partition]
         effects = self._react(core.read(happened.offset, happened.entry), happened.entry.record.session)
-        return effects + self._caught_up(happened.partition)
+        caught_up = self._caught_up(happened.partition) if self._claims else ()
+        return effects + caught_up
 
     def _claims_unseen(self, happened: UnreadableRead | HoleRead | LogReplacedRead) -> tuple[Effect, ...]:
         """A claim of ours may have stood where nothing could be read, or its watermark in a lost tail: ask again."""
@@ -374,6 +376,8 @@ class NodeCore:
         for effect in effects:
             out.append(effect)
             match effect:
+                case StoreRows():
+                    pass  # nearly all of them
                 case SessionClaimed():
                     out.extend(self._claimed(effect))
                 case SessionBroken():

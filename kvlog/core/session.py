@@ -100,7 +100,9 @@ class ShardState:
     def extend(self, tokens: Sequence[int], identity: Identity, context: Digest) -> None:
         """Append positions that were written under this identity and context."""
         last = self.runs[-1] if self.runs else None
-        if last is None or last.identity != identity or last.context != context:
+        # Nearly always it is the very object; comparing two goes through every field of a layout.
+        is_same = last is not None and (last.identity is identity or last.identity == identity)
+        if last is None or not is_same or last.context != context:
             self.runs.append(Run(self.length, identity, context))
         self.tokens.extend(tokens)
 
@@ -260,10 +262,6 @@ def judge(state: SessionState, offset: Offset, entry: Entry, limits: Limits) -> 
     """
     record = entry.record
     match record:
-        case Claim():
-            return _judge_claim(state, record, offset)
-        case Snapshot():
-            return ADMITTED
         case Delta() | Truncate() | End():
             return (
                 _judge_author(state, record)
@@ -273,6 +271,10 @@ def judge(state: SessionState, offset: Offset, entry: Entry, limits: Limits) -> 
                 or _judge_chain(state, entry)
                 or ADMITTED
             )
+        case Claim():
+            return _judge_claim(state, record, offset)
+        case Snapshot():
+            return ADMITTED
         case _:
             assert_never(record)
 
@@ -281,14 +283,14 @@ def fold(state: SessionState, offset: Offset, entry: Entry) -> None:
     """Carry out a record that `judge` admitted."""
     record = entry.record
     match record:
+        case Delta():
+            state.shards[record.shard].extend(record.tokens, state.claim.identity, record.context)
         case Claim():
             _fold_claim(state, record, entry.header)
         case Snapshot():
             return
         case Truncate():
             _fold_truncate(state, record)
-        case Delta():
-            state.shards[record.shard].extend(record.tokens, state.claim.identity, record.context)
         case End():
             state.shards = []
             state.standing = Standing.ENDED
@@ -322,11 +324,12 @@ def _judge_claim(state: SessionState, claim: Claim, offset: Offset) -> Judgement
 
 def _judge_author(state: SessionState, record: Delta | Truncate | End) -> Judgement | None:
     """INV-OWNER: only a record of the current epoch and writer can go further than this."""
-    if record.epoch < state.epoch:
-        return Judgement(Verdict.STALE, Why.OLDER_EPOCH, state.epoch, record.epoch)
-    if record.epoch > state.epoch:
-        return Judgement(Verdict.FOREIGN, Why.EPOCH_UNCLAIMED, state.epoch, record.epoch)
-    if record.writer != state.writer:
+    claim = state.claim
+    if record.epoch < claim.epoch:
+        return Judgement(Verdict.STALE, Why.OLDER_EPOCH, claim.epoch, record.epoch)
+    if record.epoch > claim.epoch:
+        return Judgement(Verdict.FOREIGN, Why.EPOCH_UNCLAIMED, claim.epoch, record.epoch)
+    if record.writer != claim.writer:
         return Judgement(Verdict.FOREIGN, Why.WRITER)
     return None
 
@@ -334,10 +337,10 @@ def _judge_author(state: SessionState, record: Delta | Truncate | End) -> Judgem
 def _judge_standing(state: SessionState, record: Delta | Truncate | End) -> Judgement | None:
     if record.seq < state.next_seq:
         return Judgement(Verdict.DUPLICATE, Why.SEQ_PASSED, state.next_seq, record.seq)
+    if state.standing is Standing.WHOLE:
+        return None
     restarts = isinstance(record, Truncate) and record.seq == 0 and record.length == 0
     match state.standing:
-        case Standing.WHOLE:
-            return None
         case Standing.UNROOTED:
             return None if restarts else Judgement(Verdict.UNKNOWN, Why.NO_ROOT)
         case Standing.ENDED:
@@ -366,10 +369,10 @@ def _judge_body(
     state: SessionState, record: Delta | Truncate | End, payload: memoryview, limits: Limits
 ) -> Judgement | None:
     match record:
-        case Truncate():
-            return _judge_truncate(state, record)
         case Delta():
             return _judge_delta(state, record, payload, limits)
+        case Truncate():
+            return _judge_truncate(state, record)
         case End():
             return Judgement(Verdict.DIVERGED, Why.END_FIRST) if record.seq == 0 else None
         case _:

@@ -133,13 +133,12 @@ class StandbyCore:
         """
         if offset < self._position:
             return ()
-        jumped = self._jump(offset)
-        session = entry.record.session
-        if offset < self._frontier and session not in self._doubts:
+        jumped = self._jump(offset) if offset != self._position else ()
+        if offset < self._frontier and entry.record.session not in self._doubts:
             self._position = Offset(offset + 1)
             return jumped
         effects = self._judge_and_fold(offset, entry)
-        if effects and isinstance(effects[-1], Reread):
+        if effects and type(effects[-1]) is Reread:
             return jumped + effects
         return jumped + effects + self._passed(offset)
 
@@ -241,18 +240,18 @@ class StandbyCore:
 
     def _admitted(self, state: SessionState, offset: Offset, entry: Entry) -> tuple[ReadEffect, ...]:
         record, before, previous = entry.record, state.standing, state.claim
-        longest = max((shard.length for shard in state.shards), default=0)
+        cuts = isinstance(record, Truncate) and any(shard.length > record.length for shard in state.shards)
         fold(state, offset, entry)
         self._sessions.move_to_end(state.session)
         match record:
+            case Delta():
+                return (StoreRows(record, entry.payload, state.claim.identity.layout),)
             case Claim():
                 return (SessionClaimed(record, offset, previous),)
             case Snapshot():
                 return (NoteSnapshot(record, offset),)
-            case Delta():
-                return (StoreRows(record, entry.payload, state.claim.identity.layout),)
             case Truncate():
-                cut = (CutRows(record.session, record.length),) if longest > record.length else ()
+                cut = (CutRows(record.session, record.length),) if cuts else ()
                 healed = (SessionHealed(record.session, offset),) if before is Standing.BROKEN else ()
                 return (*cut, *healed)
             case End():
@@ -282,6 +281,8 @@ class StandbyCore:
 
     def _evict(self) -> tuple[ReadEffect, ...]:
         """INV-BOUND-SESSIONS: the least recently written idle state goes when there are too many."""
+        if len(self._sessions) <= self._limits.sessions_a_partition:
+            return ()
         effects: list[ReadEffect] = []
         for _ in range(len(self._sessions)):
             if len(self._sessions) <= self._limits.sessions_a_partition:

@@ -73,6 +73,24 @@ class _Uuid(AbstractType):
         return data.read(16)
 
 
+class _InPlace:
+    """A stream over bytes that stay where they are, as far as aiokafka's types use one."""
+
+    def __init__(self, data: memoryview, at: int) -> None:
+        self._data = data
+        self._at = at
+
+    def view(self, size: int) -> memoryview:
+        """The next bytes, fewer at the end."""
+        found = self._data[self._at : self._at + size]
+        self._at += len(found)
+        return found
+
+    def read(self, size: int) -> bytes:
+        """A copy of the next bytes."""
+        return bytes(self.view(size))
+
+
 class _CompactView(AbstractType):
     """Bytes that stay where they were received: of an answer of eight MiB nothing is copied to read it."""
 
@@ -82,16 +100,13 @@ class _CompactView(AbstractType):
         return encoded
 
     @classmethod
-    def decode(cls, data: BytesIO) -> memoryview | None:
+    def decode(cls, data: _InPlace) -> memoryview | None:
         length = UnsignedVarInt32.decode(data) - 1
         if length < 0:
             return None
-        at = data.tell()
-        # The very bytes that the stream was made of, and no copy, as long as nobody writes to it.
-        value = memoryview(data.getvalue())[at : at + length]
+        value = data.view(length)
         if len(value) != length:
-            raise ValueError("Buffer underrun decoding Bytes")
-        data.seek(at + length)
+            raise ValueError(length)
         return value
 
 
@@ -217,6 +232,26 @@ class _FetchResponse(Response):
         ("tags", TaggedFields),
     )
 
+    @classmethod
+    def decode(cls, data: BytesIO) -> _FetchResponse:
+        """From a stream of aiokafka's own, whose bytes are not copied."""
+        return cls.decode_in_place(memoryview(data.getvalue()), data.tell())
+
+    @classmethod
+    def decode_in_place(cls, answer: memoryview, at: int) -> _FetchResponse:
+        stream = _InPlace(answer, at)
+        return cls(*[field.decode(stream) for field in cls.SCHEMA.fields])
+
+
+class _Shown:
+    """Stands for the response's type where the answer was shown: reads that, behind the head that was read."""
+
+    def __init__(self, answer: memoryview) -> None:
+        self._answer = answer
+
+    def decode(self, head: BytesIO) -> _FetchResponse:
+        return _FetchResponse.decode_in_place(self._answer, head.tell())
+
 
 class _FetchRequest(RequestStruct):
     API_KEY = 1
@@ -257,6 +292,10 @@ class _FetchRequest(RequestStruct):
         ("rack_id", CompactString("utf-8")),
         ("tags", TaggedFields),
     )
+
+    def show(self, answer: memoryview) -> None:
+        """See kafka_inflow.AnsweredInPlace."""
+        self.RESPONSE_TYPE = _Shown(answer)  # type: ignore[assignment]  # aiokafka only calls its `decode`
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,31 +115,43 @@ def _open_batch(batch: memoryview, base: int, offset: int) -> tuple[list[Fetched
 def _messages(batch: memoryview, count: int, *, base: int, first_ms: int) -> list[FetchedMessage]:
     """Every message of a batch, which must be its records to the last byte; raises one of _NOT_OURS if it is not."""
     found: list[FetchedMessage] = []
-    at = _BATCH_BYTES_MIN
+    at, size = _BATCH_BYTES_MIN, len(batch)
+    headers_seen: bytes | None = None
     for _ in range(count):
         length, at = _varint(batch, at)
         end = at + length
+        if end > size:
+            raise ValueError(length)
         _, at = _varint(batch, at)
         delta_ms, at = _varint(batch, at)
         delta, at = _varint(batch, at)
         key, at = _bytes(batch, at)
         value, at = _bytes(batch, at)
-        headers, at = _varint(batch, at)
-        if headers < 0:
-            raise ValueError(headers)
-        for _ in range(headers):
-            title, at = _bytes(batch, at)
-            if title is None:
-                raise ValueError(at)
-            str(title, "utf-8")
-            _, at = _bytes(batch, at)
-        if at != end:
-            raise ValueError(at)
+        headers = bytes(batch[at:end])
+        if headers != headers_seen:  # a writer's are the same from message to message
+            _check_headers(batch, at, end)
+            headers_seen = headers
+        at = end
         name = None if key is None else bytes(key)
         found.append(FetchedMessage(base + delta, first_ms + delta_ms, name, value))
-    if at != len(batch):
+    if at != size:
         raise ValueError(at)
     return found
+
+
+def _check_headers(batch: memoryview, at: int, end: int) -> None:
+    """A message's headers, which must be all that is left of it; raises one of _NOT_OURS if they are not."""
+    headers, at = _varint(batch, at)
+    if headers < 0:
+        raise ValueError(headers)
+    for _ in range(headers):
+        title, at = _bytes(batch, at)
+        if title is None:
+            raise ValueError(at)
+        str(title, "utf-8")
+        _, at = _bytes(batch, at)
+    if at != end:
+        raise ValueError(at)
 
 
 def _bytes(data: memoryview, at: int) -> tuple[memoryview | None, int]:
@@ -157,6 +169,8 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     """A zigzag number, and where it ends."""
     byte = data[at]
     at += 1
+    if byte < _MORE:  # as nearly always
+        return (byte >> 1) ^ -(byte & 1), at
     value, shift = byte & ~_MORE, 7
     while byte & _MORE:
         byte = data[at]

@@ -24,8 +24,7 @@ Cost: one copy of the payload to frame it, none to read it.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvlog.checksums import checksum
 from kvlog.errors import DecodeError
@@ -49,8 +48,7 @@ _COVERED = struct.Struct("<4sBBHIQ")
 _U64 = struct.Struct("<Q")
 
 
-@dataclass(frozen=True, slots=True)
-class Peek:
+class Peek(NamedTuple):
     """What a preamble says, believed or not: for tools that look at damaged messages.
 
     Args:
@@ -70,8 +68,7 @@ class Peek:
     header_ok: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """A message's parts, header checksum verified, nothing else.
 
     Args:
@@ -111,13 +108,10 @@ def peek(value: bytes | memoryview) -> Peek:
     Raises:
         DecodeError: shorter than a preamble, or not our magic: not a kvlog message at all.
     """
-    if len(value) < PREAMBLE_BYTES:
-        raise DecodeError(problem=f"it has {len(value)} bytes, a preamble alone has {PREAMBLE_BYTES}")
-    magic, version, kind, reserved, length, chain, expected = _PREAMBLE.unpack_from(value)
-    if magic != MAGIC:
-        raise DecodeError(problem=f"it begins with {magic.hex()}, a kvlog message with {MAGIC.hex()}")
+    version, kind, reserved, length, chain, expected = _preamble(value)
     whole = length <= len(value) - PREAMBLE_BYTES
-    ok = whole and expected == checksum(b"".join((value[:_COVERED_BYTES], _header(value, length))))
+    header = value[PREAMBLE_BYTES : PREAMBLE_BYTES + length]
+    ok = whole and expected == checksum(b"".join((value[:_COVERED_BYTES], header)))
     return Peek(version=version, kind=kind, reserved=reserved, chain=chain, header_bytes=length, header_ok=ok)
 
 
@@ -131,25 +125,26 @@ def read_frame(value: bytes | memoryview) -> Frame:
         DecodeError: cut short, damaged, or not a kvlog message; the header cannot be believed.
     """
     view = memoryview(value).cast("B")
-    seen = peek(view)
-    if not seen.header_ok:
-        problem = "the header does not agree with its checksum"
-        if seen.header_bytes > len(view) - PREAMBLE_BYTES:
-            problem = (
-                f"the header is said to have {seen.header_bytes} bytes, the message has {len(view)} in all"
-            )
-        raise DecodeError(problem=problem)
+    version, kind, reserved, length, chain, expected = _preamble(view)
+    end = PREAMBLE_BYTES + length
+    if end > len(view):
+        raise DecodeError(
+            problem=f"the header is said to have {length} bytes, the message has {len(view)} in all"
+        )
+    header = bytes(view[PREAMBLE_BYTES:end])
+    if expected != checksum(b"".join((view[:_COVERED_BYTES], header))):
+        raise DecodeError(problem="the header does not agree with its checksum")
     # A newer version may give these bytes a meaning: then it is newer, not damaged.
-    if seen.reserved != 0 and seen.version <= FORMAT_VERSION:
-        raise DecodeError(problem=f"the reserved bytes hold {seen.reserved}, not 0")
-    return Frame(
-        version=seen.version,
-        kind=seen.kind,
-        chain=seen.chain,
-        header=bytes(_header(view, seen.header_bytes)),
-        payload=view[PREAMBLE_BYTES + seen.header_bytes :],
-    )
+    if reserved != 0 and version <= FORMAT_VERSION:
+        raise DecodeError(problem=f"the reserved bytes hold {reserved}, not 0")
+    return Frame(version, kind, chain, header, view[end:])
 
 
-def _header(value: bytes | memoryview, length: int) -> bytes | memoryview:
-    return value[PREAMBLE_BYTES : PREAMBLE_BYTES + length]
+def _preamble(value: bytes | memoryview) -> tuple[int, int, int, int, int, int]:
+    """All that stands behind the magic: version, kind, reserved, header length, chain, header checksum."""
+    if len(value) < PREAMBLE_BYTES:
+        raise DecodeError(problem=f"it has {len(value)} bytes, a preamble alone has {PREAMBLE_BYTES}")
+    magic, version, kind, reserved, length, chain, expected = _PREAMBLE.unpack_from(value)
+    if magic != MAGIC:
+        raise DecodeError(problem=f"it begins with {magic.hex()}, a kvlog message with {MAGIC.hex()}")
+    return version, kind, reserved, length, chain, expected

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from kvlog.errors import DecodeError, LocalProtocolError
 from kvlog.ids import Digest, Epoch, NodeId, Nonce, SessionId, Writer
 from kvlog.limits import DEFAULT, Limits
-from kvlog.records import Claim, Codec, Delta, Entry, Record, Snapshot
+from kvlog.records import Claim, Codec, Delta, Entry, Record, Snapshot, kind_of
 from kvlog.wire.frame import FORMAT_VERSION, frame, read_frame
-from kvlog.wire.header import header_bytes, kind_of, read_header
+from kvlog.wire.header import header_bytes, read_header
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -79,7 +79,7 @@ def decode(value: bytes | memoryview, limits: Limits = DEFAULT) -> Entry:
     problem = _misfit(record, parts.chain, payload_bytes=len(parts.payload))
     if problem:
         raise DecodeError(problem=problem)
-    return Entry(record=record, header=parts.header, chain=parts.chain, payload=parts.payload)
+    return Entry(record, parts.header, parts.chain, parts.payload)
 
 
 def check_identity(identity: Identity, limits: Limits = DEFAULT) -> None:
@@ -103,12 +103,10 @@ def check_identity(identity: Identity, limits: Limits = DEFAULT) -> None:
 
 def _misfit(record: Record, chain: int, *, payload_bytes: int) -> str:
     """What is wrong between a record and the rest of its message; empty if nothing is."""
-    kind = kind_of(record)
+    if isinstance(record, Delta) and record.codec is not Codec.IDS:
+        return "" if payload_bytes else "a DELTA's rows are missing"
+    if payload_bytes:
+        return f"{payload_bytes} bytes follow the header of a {kind_of(record).name} without payload"
     if chain != 0 and isinstance(record, Claim | Snapshot):
-        return f"a {kind.name} carries no chain, this one {chain:#x}"
-    carries_rows = isinstance(record, Delta) and record.codec is not Codec.IDS
-    if payload_bytes and not carries_rows:
-        return f"{payload_bytes} bytes follow the header of a {kind.name} without payload"
-    if carries_rows and not payload_bytes:
-        return "a DELTA's rows are missing"
+        return f"a {kind_of(record).name} carries no chain, this one {chain:#x}"
     return ""

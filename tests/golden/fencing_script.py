@@ -127,7 +127,7 @@ class _Stage:
 
     def corrupt(self, words: list[str]) -> list[str]:
         entries, at = self.cluster.book.entries, int(words[0])
-        entries[at] = replace(entries[at], chain=entries[at].chain ^ 1)
+        entries[at] = entries[at]._replace(chain=entries[at].chain ^ 1)
         return [f"{at} is damaged: {record_words(entries[at].record)}"]
 
     def repair(self, words: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -289,7 +289,7 @@ def _well_formed(value: bytes) -> list[bytes]:
     entry = decode(value)
     if not isinstance(entry.record, Delta):
         return [value]
-    forged = replace(entry.record, writer=Writer(bytes(16)))
+    forged = entry.record._replace(writer=Writer(bytes(16)))
     return [
         value,
         bytes(frame(kind_of(forged), header_bytes(forged), chain=entry.chain, payload=entry.payload)),

@@ -7,7 +7,6 @@ writer, a seq, a start, a chain or a payload wrong. Every reader of the tests is
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hypothesis import HealthCheck, given, settings
@@ -103,19 +102,19 @@ def spoilt(state: SessionState, one: int, two: int) -> Entry:
         return entry
     match one:
         case 0:
-            return seal(state, replace(record, epoch=Epoch(max(1, record.epoch - 1 + 2 * (two % 2)))))
+            return seal(state, record._replace(epoch=Epoch(max(1, record.epoch - 1 + 2 * (two % 2)))))
         case 1:
-            return seal(state, replace(record, writer=writer("Z")))
+            return seal(state, record._replace(writer=writer("Z")))
         case 2:
-            return seal(state, replace(record, seq=Seq(max(0, record.seq - 1 + 2 * (two % 2)))))
+            return seal(state, record._replace(seq=Seq(max(0, record.seq - 1 + 2 * (two % 2)))))
         case 3:
-            return replace(entry, chain=two)
+            return entry._replace(chain=two)
         case 4 if isinstance(record, Delta):
-            return seal(state, replace(record, start=Position(record.start + 1), shard=Shard(two)))
+            return seal(state, record._replace(start=Position(record.start + 1), shard=Shard(two)))
         case 4 if isinstance(record, Truncate):
-            return seal(state, replace(record, length=Position(record.length + 9)))
+            return seal(state, record._replace(length=Position(record.length + 9)))
         case _:
-            return replace(entry, payload=memoryview(b"rot!"))
+            return entry._replace(payload=memoryview(b"rot!"))
 
 
 def reader(first: int = 0) -> StandbyCore:

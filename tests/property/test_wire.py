@@ -28,11 +28,23 @@ from kvlog.ids import (
 )
 from kvlog.layout import DTYPE_BYTES, DType, Identity, Layout
 from kvlog.limits import DEFAULT
-from kvlog.records import Claim, Codec, Delta, End, EndReason, Entry, Kind, Record, Snapshot, Truncate
+from kvlog.records import (
+    Claim,
+    Codec,
+    Delta,
+    End,
+    EndReason,
+    Entry,
+    Kind,
+    Record,
+    Snapshot,
+    Truncate,
+    kind_of,
+)
 from kvlog.wire.codec import decode_payload, encode_payload, payload_bytes_max
 from kvlog.wire.cut import Piece, cut
 from kvlog.wire.frame import frame
-from kvlog.wire.header import header_bytes, kind_of
+from kvlog.wire.header import header_bytes
 from kvlog.wire.message import decode, encode
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "wire" / "v1"

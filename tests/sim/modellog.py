@@ -5,7 +5,7 @@ It keeps every message for ever, so that the reference fold can look at them; re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -43,10 +43,10 @@ def damage_for(entry: Entry, rng: Random) -> Damage:
 def damaged(entry: Entry, damage: Damage) -> Entry:
     """The entry as a reader decodes it; for damage that leaves the header readable."""
     if damage is Damage.CHAIN:
-        return replace(entry, chain=entry.chain ^ 1)
+        return entry._replace(chain=entry.chain ^ 1)
     bad = bytearray(entry.payload)
     bad[len(bad) // 2] ^= 0x10
-    return replace(entry, payload=memoryview(bytes(bad)))
+    return entry._replace(payload=memoryview(bytes(bad)))
 
 
 @dataclass(slots=True)

@@ -65,7 +65,8 @@ _OPTIONS: Final = {
 }
 _EXTRA: Final[dict[str, dict[str, object]]] = {
     "a": {"load_step_bytes": 8 << 20},
-    "d": {"load_step_bytes": 8 << 20},
+    "d": {"load_step_bytes": 8 << 20, "wait_seconds": 10},
+    "e": {"wait_seconds": 10},
     "p": {"load_step_bytes": 8 << 20, "wait_seconds": 10},
     "q": {"wait_seconds": 10},
     "m": {"wait_seconds": 10},
@@ -74,6 +75,9 @@ _EXTRA: Final[dict[str, dict[str, object]]] = {
 _CORES: Final = dict.fromkeys("pqmn", "0|1")
 
 _TOKENS_MAX: Final = {"b": 1024}
+
+_WARMING_MAX: Final = 10
+"""Requests to a server that was started, until one is logged."""
 
 _TOGETHER: Final = {"a": "ab", "b": "ab", "d": "de", "e": "de"}
 """Which nodes are started side by side; the others alone."""
@@ -232,6 +236,7 @@ class Fleet:
         self.notes: list[str] = []
         self._answers: dict[str, list[int]] = {}
         self._reset: set[str] = set()
+        self._warm: dict[str, int] = {}
         self._forks: ForkedServers | None = None
         if os.environ.get("KVLOG_VLLM_FORKS"):
             self.fork_servers()
@@ -258,6 +263,7 @@ class Fleet:
         if session not in self._answers:
             self._answers[session] = self.serving(on).answer(session, prompt, count)
             turn = self.node(on).server.last_turn(session)
+            assert turn["logged"], f"{on} served {session} unlogged: see its daemon's turn_unlogged"
             assert turn["digests"] == self.logged(session).digests(turn["length"])
         return self._answers[session], self.logged(session)
 
@@ -319,5 +325,18 @@ class Fleet:
         (self._reset.add if to_reset else self._reset.discard)(name)
         for each in _TOGETHER.get(name, name):  # both at once: they start side by side
             self._nodes[each].launch()
-        self._nodes[name].server.wait_ready()
-        return self._nodes[name]
+        node = self._nodes[name]
+        node.server.wait_ready()
+        if self._warm.get(name) != node.server.launches:
+            self._warm_up(node)
+            self._warm[name] = node.server.launches
+        return node
+
+    def _warm_up(self, node: VllmNode) -> None:
+        """Ask until an answer is logged: a server takes requests before its link is up, and serves them unlogged."""
+        for number in range(_WARMING_MAX):
+            session = f"warm-{node.name}-{node.server.launches}-{number}"
+            node.answer(session, prompt_of(session)[:20], 2)
+            if node.server.last_turn(session)["logged"]:
+                return
+        raise AssertionError(f"{node.name} answered {_WARMING_MAX} requests, and logged none of them")

@@ -81,11 +81,11 @@ LAST_CLAIM_WINS = Mutant(
 
 
 def _any_writer(state: SessionState, record: Any) -> Judgement | None:
-    return _judge_author(state, replace(record, writer=state.writer))
+    return _judge_author(state, record._replace(writer=state.writer))
 
 
 def _any_epoch(state: SessionState, record: Any) -> Judgement | None:
-    return _judge_author(state, replace(record, epoch=state.epoch))
+    return _judge_author(state, record._replace(epoch=state.epoch))
 
 
 NO_WRITER = Mutant(
@@ -100,27 +100,27 @@ NO_AUTHOR = Mutant("no epoch, no writer", ((session, "_judge_author", _nothing),
 
 
 def _no_duplicates(state: SessionState, record: Any) -> Judgement | None:
-    return _judge_standing(state, replace(record, seq=Seq(max(record.seq, state.next_seq))))
+    return _judge_standing(state, record._replace(seq=Seq(max(record.seq, state.next_seq))))
 
 
 def _any_start(state: SessionState, record: Delta, payload: memoryview, limits: Any) -> Judgement | None:
     length = state.shards[record.shard].length if record.shard < len(state.shards) else record.start
-    return _judge_delta(state, replace(record, start=length), payload, limits)
+    return _judge_delta(state, record._replace(start=length), payload, limits)
 
 
 def _first_delta(state: SessionState, record: Delta, payload: memoryview, limits: Any) -> Judgement | None:
-    return _judge_delta(state, replace(record, seq=Seq(record.seq + 1)), payload, limits)
+    return _judge_delta(state, record._replace(seq=Seq(record.seq + 1)), payload, limits)
 
 
 def _first_delta_anywhere(
     state: SessionState, record: Delta, payload: memoryview, limits: Any
 ) -> Judgement | None:
-    return _any_start(state, replace(record, seq=Seq(record.seq + 1)), payload, limits)
+    return _any_start(state, record._replace(seq=Seq(record.seq + 1)), payload, limits)
 
 
 def _any_payload(state: SessionState, record: Delta, payload: memoryview, limits: Any) -> Judgement | None:
     actual = checksums.checksum(payload)
-    return _judge_delta(state, replace(record, payload_checksum=actual), payload, limits)
+    return _judge_delta(state, record._replace(payload_checksum=actual), payload, limits)
 
 
 def _own_payloads_unread(self: StandbyCore, offset: Offset, entry: Entry) -> Any:

@@ -56,6 +56,16 @@ def test_place_before_the_end_replaces_what_follows():
     assert table.pin(KEY, Position(6)).row_checksums.tolist() == [0, 1, 2, 3, 4, 99]
 
 
+def test_place_that_is_settled_at_once_pins_nothing():
+    """Where nobody can come in between, nobody has to be kept out."""
+    table = make()
+    placement = table.place(KEY, Position(0), 5, ROW, held=False)
+    assert not any(table.ledger.is_pinned(piece.block) for piece in placement.pieces)
+    assert table.settle(placement, range(5))
+    table.check()
+    assert table.present_prefix(KEY) == 5
+
+
 def test_place_that_was_not_written_leaves_the_rows_before_it():
     """A failed decode costs its own rows only, and no block."""
     table = make()

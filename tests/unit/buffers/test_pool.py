@@ -17,6 +17,7 @@ from kvlog.buffers.memory import attach
 from kvlog.buffers.pool import BlockPool, PoolOptions, open_pool
 from kvlog.buffers.pool_cuda import DeviceStore, open_device_store
 from kvlog.buffers.pool_tensor import view_blocks
+from kvlog.checksums import row_checksums
 from kvlog.errors import ConfigError, LayoutMismatch, PoolFull, RowTooLarge
 from kvlog.ids import Position, SessionId, Shard
 from tests.processes import die_with_parent
@@ -88,6 +89,33 @@ def test_pool_rows_pinned_do_not_change_by_what_is_applied_later(pool):
     assert attached(pool, pinned) == data
     pool.release(pinned.lease)
     pool.blocks.check()
+
+
+def test_pool_rows_applied_with_checksums_are_held_under_these(pool):
+    """Who has verified rows says what of; an engine finds whatever became of them in the pool's own copy."""
+    data = rows(0, 2)
+    sums = row_checksums(memoryview(data), ROW)
+    assert pool.apply(KEY, Position(0), memoryview(data), ROW, sums)
+    assert pool.apply(KEY, Position(2), memoryview(rows(2, 1)), ROW, [7])
+    assert [*sums, 7] == pool.pin(KEY, Position(3)).row_checksums.tolist()
+
+
+def test_pool_rows_that_could_not_be_copied_are_absent_and_take_no_block(pool, monkeypatch):
+    """What was there before them stays, and the next rows find their place."""
+    put(pool, KEY, 0, rows(0, 3))
+    free = pool.blocks.ledger.counts.free
+
+    def fail(*_):
+        raise ConnectionError
+
+    monkeypatch.setattr(pool.store, "store_views", fail)
+    with pytest.raises(ConnectionError):
+        put(pool, KEY, 3, rows(3, 4))
+    monkeypatch.undo()
+    pool.blocks.check()
+    assert (pool.present_prefix(KEY), pool.blocks.ledger.counts.free) == (3, free)
+    assert put(pool, KEY, 3, rows(3, 4))
+    assert pool.read(KEY, Position(0), 7) == rows(0, 7)
 
 
 def test_pool_rows_behind_a_hole_are_not_held(pool):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -108,8 +107,8 @@ def test_key_that_names_no_session_is_in_doubt(key: bytes | None) -> None:
     message = LogMessage(home_of("s"), Offset(0), 0, key, b"")
     assert session_of(message, PARTITIONS) is None
     other = Partition(1 - home_of("s"))
-    assert session_of(replace(message, key=b"s", partition=other), PARTITIONS) is None
-    assert "s" == session_of(replace(message, key=b"s"), PARTITIONS)
+    assert session_of(message._replace(key=b"s", partition=other), PARTITIONS) is None
+    assert "s" == session_of(message._replace(key=b"s"), PARTITIONS)
 
 
 class _Interrupted:

@@ -155,7 +155,7 @@ def test_next_chain_without_history_is_unknown() -> None:
     state = STANDINGS["unrooted"]()
     assert next_chain(state, truncate(state, 2), b"header") is None
     assert next_chain(state, end(state), b"header") is None
-    mid_epoch = replace(truncate(state, 0), seq=1)  # type: ignore[arg-type]
+    mid_epoch = truncate(state, 0)._replace(seq=1)  # type: ignore[arg-type]
     assert next_chain(state, mid_epoch, b"header") is None
     assert next_chain(state, truncate(state, 0), b"header") is not None
 
@@ -323,7 +323,7 @@ def test_shards_extended_under_a_claim_carry_its_identity() -> None:
     state = with_history(10)
     for record in (claim(20, "B", identity=OTHER_WEIGHTS), None):
         fold(state, HERE, seal(state, record or truncate(state, 2)))
-    fold(state, HERE, seal(state, replace(delta(state, (9,)), context=OTHER_CONTEXT)))
+    fold(state, HERE, seal(state, delta(state, (9,))._replace(context=OTHER_CONTEXT)))
     assert [(0, IDENTITY, CONTEXT), (2, OTHER_WEIGHTS, OTHER_CONTEXT)] == runs_of(state.shards[0])
 
 

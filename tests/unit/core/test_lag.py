@@ -97,7 +97,7 @@ def test_tokens_are_those_of_one_shard() -> None:
     state = whole()
     first = delta(state, (1, 2, 3))
     counted = [
-        Waiting.tokens_of(r) for r in (first, replace(first, shard=Shard(1)), truncate(state, 0), None)
+        Waiting.tokens_of(r) for r in (first, first._replace(shard=Shard(1)), truncate(state, 0), None)
     ]
     assert [3, 0, 0, 0] == counted
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvlog.core.effects import (
@@ -331,8 +329,8 @@ def test_record_of_a_stranger_under_our_epoch_ends_nothing(cluster: Cluster, a: 
     a.own(1)
     a.write(1)
     state = cluster.book.state()
-    foreign = replace(truncate(state, 0), writer=writer("Z"))
-    for record in (foreign, replace(truncate(state, 0), seq=Seq(0)), replace(foreign, epoch=Epoch(9))):
+    foreign = truncate(state, 0)._replace(writer=writer("Z"))
+    for record in (foreign, truncate(state, 0)._replace(seq=Seq(0)), foreign._replace(epoch=Epoch(9))):
         cluster.book.append(seal(state, record))
     assert [] == told(a.read())
     assert a.core.primary(S) is not None

@@ -152,14 +152,14 @@ KINDS: dict[str, Callable[[SessionState], Truncate | Delta | End]] = {
     "end": end,
 }
 AUTHORS_AND_SEQS: dict[str, Callable[[SessionState, Truncate | Delta | End], Record]] = {
-    "older-epoch": lambda s, r: replace(r, epoch=Epoch(19)),
-    "unclaimed-epoch": lambda s, r: replace(r, epoch=Epoch(21)),
-    "other-writer": lambda s, r: replace(r, writer=writer("B")),
-    "older-epoch-other-writer": lambda s, r: replace(r, epoch=Epoch(19), writer=writer("B")),
-    "seq-passed": lambda s, r: replace(r, seq=Seq(0)),
-    "seq-just-passed": lambda s, r: replace(r, seq=Seq(max(0, s.next_seq - 1))),
-    "seq-ahead": lambda s, r: replace(r, seq=Seq(s.next_seq + 1)),
-    "seq-far-ahead": lambda s, r: replace(r, seq=Seq(1 << 40)),
+    "older-epoch": lambda s, r: r._replace(epoch=Epoch(19)),
+    "unclaimed-epoch": lambda s, r: r._replace(epoch=Epoch(21)),
+    "other-writer": lambda s, r: r._replace(writer=writer("B")),
+    "older-epoch-other-writer": lambda s, r: r._replace(epoch=Epoch(19), writer=writer("B")),
+    "seq-passed": lambda s, r: r._replace(seq=Seq(0)),
+    "seq-just-passed": lambda s, r: r._replace(seq=Seq(max(0, s.next_seq - 1))),
+    "seq-ahead": lambda s, r: r._replace(seq=Seq(s.next_seq + 1)),
+    "seq-far-ahead": lambda s, r: r._replace(seq=Seq(1 << 40)),
 }
 
 AUTHOR_TABLE = """

@@ -137,6 +137,14 @@ async def test_full_pool_keeps_a_session_whose_claim_is_on_its_way(standby: Stan
     assert (standby.present("claimed"), standby.present("other")) == (6, 0)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+async def test_rows_are_held_under_the_checksum_of_each(standby: Standby, count: int) -> None:
+    """The payload's own is that of its one row, and of nothing else."""
+    standby.store("s", 0, count)
+    pinned = standby.pool.pin(Key(SessionId("s"), Shard(0)), Position(count))
+    assert [checksum(bytes([1]) * ROW)] * count == pinned.row_checksums.tolist()
+
+
 class SlowReader:
     """Polls at once; its first commit hangs, its second is refused."""
 

@@ -13,7 +13,7 @@ import pytest
 from kvlog.log.kafka_inflow import Inflow, take_over
 
 ANSWERS = [b"", b"a", b"bb" * 200, bytes(range(256)) * 1000, b"last"]
-BUFFER_BYTES = 64 << 10
+BUFFER_BYTES, FIRST_BYTES = 64 << 10, 16 << 20
 
 
 class FakeConnection:
@@ -23,6 +23,7 @@ class FakeConnection:
         self.answers: list[bytes] = []
         self.closed: list[BaseException | None] = []
         self.fail_at = fail_at
+        self._requests: list[tuple[int, object, None]] = []
 
     def _handle_frame(self, answer: bytes) -> None:
         if len(self.answers) == self.fail_at:
@@ -74,9 +75,13 @@ def test_answers_come_whole_in_whatever_pieces_they_arrive(piece: int) -> None:
 
 def test_buffer_grows_with_what_has_come_and_not_with_what_is_promised() -> None:
     """A length of two gigabytes takes no memory before the bytes are there."""
-    inflow = Inflow(FakeConnection(), FakeStream())
+    connection = FakeConnection()
+    inflow = Inflow(connection, FakeStream())
     receive(inflow, struct.pack(">i", (1 << 31) - 1) + bytes(100), 50)
-    assert BUFFER_BYTES == len(inflow.get_buffer(-1)) + 104
+    assert FIRST_BYTES == len(inflow.get_buffer(-1)) + 100
+    receive(inflow, bytes(FIRST_BYTES), FIRST_BYTES)
+    assert FIRST_BYTES == len(inflow.get_buffer(-1)) + 100
+    assert not connection.closed
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,23 @@ def test_answer_that_cannot_be_read_ends_the_connection(fail_at: int, data: byte
     (error,) = connection.closed
     assert isinstance(error, ValueError | IndexError)
     assert connection.answers in ([], [b"good"])
+
+
+def test_request_that_is_answered_in_place_sees_what_came_and_nothing_is_written_over_it() -> None:
+    """The library sees the head only; a buffer is used again when no view of it is left, and not before."""
+    connection = FakeConnection()
+    shown: list[memoryview] = []
+    connection._requests = [(1, SimpleNamespace(show=shown.append), None)]
+    inflow = Inflow(connection, FakeStream())
+    answers = [bytes([n]) * 300_000 for n in range(5)]
+    for answer in answers:
+        receive(inflow, framed([answer]), 100_000)
+    assert answers == shown
+    assert [answer[:64] for answer in answers] == connection.answers
+    buffers = [view.obj for view in shown]
+    shown.clear()
+    receive(inflow, framed([b"x" * 300_000]), 100_000)
+    assert any(shown[0].obj is buffer for buffer in buffers)
 
 
 def test_what_happens_to_the_connection_reaches_the_stream() -> None:

@@ -111,7 +111,7 @@ WIDEST_DELTA = Delta(
 
 def delta(codec: Codec, payload: bytes) -> Delta:
     """Makes the sample delta with another payload."""
-    return replace(DELTA, codec=codec, payload_checksum=checksum(payload))
+    return DELTA._replace(codec=codec, payload_checksum=checksum(payload))
 
 
 LZ4_PAYLOAD = bytes.fromhex("300000008fc03f803f00bfc03f080010503f00bfc03f")
@@ -137,7 +137,7 @@ SAMPLES = {
     ),
     "delta_widest": Sample(WIDEST_DELTA, chain=U64_MAX),
     "truncate": Sample(TRUNCATE, chain=0x5555555555555555),
-    "truncate_zero": Sample(replace(TRUNCATE, length=Position(0)), chain=0),
+    "truncate_zero": Sample(TRUNCATE._replace(length=Position(0)), chain=0),
     "snapshot": Sample(SNAPSHOT, chain=0),
     "snapshot_widest": Sample(
         Snapshot(
@@ -151,9 +151,9 @@ SAMPLES = {
         ),
         chain=0,
     ),
-    "end_request": Sample(replace(END, reason=EndReason.REQUEST), chain=6),
+    "end_request": Sample(END._replace(reason=EndReason.REQUEST), chain=6),
     "end_ttl": Sample(END, chain=7),
-    "end_forget": Sample(replace(END, reason=EndReason.FORGET), chain=8),
+    "end_forget": Sample(END._replace(reason=EndReason.FORGET), chain=8),
 }
 """By the name of their golden file. The compressed payloads are written out: another release of lz4 or zstd may
 compress the same rows to other bytes, and both are right."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ FIXED_BYTES = delta_bytes_max(0, row_bytes=1, codec=Codec.IDS)
 def test_cut_reckons_with_the_widest_header() -> None:
     """The fixed estimate is an upper bound on the header of any delta, and not a loose one."""
     tokens = (0,) * DEFAULT.delta_tokens
-    widest = replace(WIDEST_DELTA, tokens=tokens, start=Position(DEFAULT.session_tokens - len(tokens)))
+    widest = WIDEST_DELTA._replace(tokens=tokens, start=Position(DEFAULT.session_tokens - len(tokens)))
     actual = PREAMBLE_BYTES + len(header_bytes(widest))
     assert actual <= FIXED_BYTES + 4 * len(tokens) <= actual + 16
 
@@ -39,8 +38,7 @@ def test_cut_piece_of_incompressible_rows_fits_a_record(codec: Codec, row_bytes:
     """A full piece fits, whatever its rows and its session are; one position more would not surely fit."""
     count = rows_a_record(row_bytes, codec=codec)
     payload = encode_payload(np.random.default_rng(2).bytes(count * row_bytes), codec, DType.UINT8)
-    record = replace(
-        WIDEST_DELTA,
+    record = WIDEST_DELTA._replace(
         codec=codec,
         tokens=(1,) * count,
         start=Position(0),

@@ -12,8 +12,8 @@ from kvlog.errors import DecodeError, LocalProtocolError, UnknownVersion
 from kvlog.ids import Epoch, NodeId, Position, Seq, SessionId, Shard, Writer
 from kvlog.layout import DType
 from kvlog.limits import DEFAULT, TINY, Limits
-from kvlog.records import Claim, Codec, EndReason, Kind, Record
-from kvlog.wire.header import FIELDS, READ_VERSIONS, header_bytes, kind_of, read_header
+from kvlog.records import Claim, Codec, EndReason, Kind, Record, kind_of
+from kvlog.wire.header import FIELDS, READ_VERSIONS, header_bytes, read_header
 from tests.unit.wire.samples import CLAIM, DELTA, END, SAMPLES, SNAPSHOT, TRUNCATE
 
 OF_KIND: dict[Kind, Record] = {
@@ -271,9 +271,9 @@ def test_header_row_larger_than_any_payload_is_refused() -> None:
 
 def test_header_obeys_the_limits_that_it_is_given() -> None:
     """The simulator's tiny bounds are the wire's bounds too."""
-    fits = replace(DELTA, tokens=(1, 2, 3, 4), start=Position(60))
+    fits = DELTA._replace(tokens=(1, 2, 3, 4), start=Position(60))
     assert fits == read_header(Kind.DELTA, header_bytes(fits, limits=TINY), limits=TINY)
-    too_many = header_bytes(replace(DELTA, tokens=(1, 2, 3, 4, 5), start=Position(0)))
+    too_many = header_bytes(DELTA._replace(tokens=(1, 2, 3, 4, 5), start=Position(0)))
     with pytest.raises(DecodeError, match="1 to 4 tokens, this one 5"):
         read_header(Kind.DELTA, too_many, limits=TINY)
 
@@ -285,13 +285,13 @@ def test_header_obeys_the_limits_that_it_is_given() -> None:
         replace(CLAIM, epoch=Epoch(0)),
         replace(CLAIM, writer=Writer(b"short")),
         replace(CLAIM, node=NodeId("\ud800")),
-        replace(DELTA, tokens=()),
-        replace(DELTA, tokens=(-1,)),
-        replace(DELTA, tokens=(1 << 32,)),
-        replace(DELTA, shard=Shard(64)),
-        replace(DELTA, payload_checksum=1 << 64),
-        replace(TRUNCATE, seq=Seq(-1)),
-        replace(TRUNCATE, session=SessionId("\ud800")),
+        DELTA._replace(tokens=()),
+        DELTA._replace(tokens=(-1,)),
+        DELTA._replace(tokens=(1 << 32,)),
+        DELTA._replace(shard=Shard(64)),
+        DELTA._replace(payload_checksum=1 << 64),
+        TRUNCATE._replace(seq=Seq(-1)),
+        TRUNCATE._replace(session=SessionId("\ud800")),
         replace(SNAPSHOT, uri="\ud800"),
         replace(SNAPSHOT, lengths=(Position(1),)),
     ],
@@ -334,8 +334,8 @@ def test_header_enumerations_have_a_number_for_every_member() -> None:
         assert claim == read_header(Kind.CLAIM, header_bytes(claim))
         assert isinstance(claim, Claim)
     for codec in Codec:
-        assert replace(DELTA, codec=codec) == read_header(
-            Kind.DELTA, header_bytes(replace(DELTA, codec=codec))
+        assert DELTA._replace(codec=codec) == read_header(
+            Kind.DELTA, header_bytes(DELTA._replace(codec=codec))
         )
     for reason in EndReason:
-        assert replace(END, reason=reason) == read_header(Kind.END, header_bytes(replace(END, reason=reason)))
+        assert END._replace(reason=reason) == read_header(Kind.END, header_bytes(END._replace(reason=reason)))

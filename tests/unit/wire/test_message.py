@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import replace
 
 import pytest
 
@@ -11,13 +10,13 @@ from kvlog.checksums import chain, checksum
 from kvlog.errors import DecodeError, LocalProtocolError, UnknownVersion
 from kvlog.ids import Position
 from kvlog.limits import DEFAULT, TINY
-from kvlog.records import Codec, Entry, Kind
+from kvlog.records import Codec, Entry, Kind, kind_of
 from kvlog.wire.frame import FORMAT_VERSION, PREAMBLE_BYTES, frame
-from kvlog.wire.header import header_bytes, kind_of
+from kvlog.wire.header import header_bytes
 from kvlog.wire.message import decode, encode
 from tests.unit.wire.samples import CLAIM, DELTA, END, ROWS, SAMPLES, SNAPSHOT, TRUNCATE
 
-NEAR = replace(DELTA, start=Position(0))
+NEAR = DELTA._replace(start=Position(0))
 """A delta within the tiny limits."""
 
 
@@ -65,7 +64,7 @@ def test_message_with_a_chain_where_none_belongs_is_refused(record) -> None:
 
 @pytest.mark.parametrize(
     "record",
-    [CLAIM, SNAPSHOT, TRUNCATE, END, replace(DELTA, codec=Codec.IDS)],
+    [CLAIM, SNAPSHOT, TRUNCATE, END, DELTA._replace(codec=Codec.IDS)],
     ids=["claim", "snapshot", "truncate", "end", "ids"],
 )
 def test_message_with_a_payload_where_none_belongs_is_refused(record) -> None:
