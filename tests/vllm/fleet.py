@@ -3,7 +3,7 @@
 A: blocks of 128, prefill in chunks of 64, loads within a step. B: blocks of 32, and so few that several long requests
 do not fit; loads beside the steps. C, when it is asked for: drafts from the prompt, and the prefills of two requests in
 one step. D and E, when they are asked for: a model with latent attention (MLA); vLLM's CPU kernel for it has blocks of
-16 and neither chunks nor a prefix cache. P and Q: two ranks, a core each.
+16 and neither chunks nor a prefix cache. P and Q: two ranks, a core each. M and N: both.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ _OPTIONS: Final = {
     "e": (),
     "p": ("--tensor-parallel-size", "2", "--max-num-batched-tokens", "64"),
     "q": ("--tensor-parallel-size", "2", "--block-size", "32"),
+    "m": ("--tensor-parallel-size", "2"),
+    "n": ("--tensor-parallel-size", "2"),
 }
 _EXTRA: Final[dict[str, dict[str, object]]] = {
     "a": {"load_step_bytes": 8 << 20},
@@ -67,8 +69,10 @@ _EXTRA: Final[dict[str, dict[str, object]]] = {
     "e": {"wait_seconds": 10},
     "p": {"load_step_bytes": 8 << 20, "wait_seconds": 10},
     "q": {"wait_seconds": 10},
+    "m": {"wait_seconds": 10},
+    "n": {"load_step_bytes": 8 << 20, "wait_seconds": 10},
 }
-_CORES: Final = {"p": "0|1", "q": "0|1"}
+_CORES: Final = dict.fromkeys("pqmn", "0|1")
 
 _TOKENS_MAX: Final = {"b": 1024}
 
@@ -78,7 +82,7 @@ _WARMING_MAX: Final = 10
 _TOGETHER: Final = {"a": "ab", "b": "ab", "d": "de", "e": "de"}
 """Which nodes are started side by side; the others alone."""
 
-_MODELS: Final = {"d": random_latent_folder, "e": random_latent_folder}
+_MODELS: Final = dict.fromkeys("demn", random_latent_folder)
 
 
 def prompt_of(test: str) -> tuple[int, ...]:
