@@ -20,6 +20,7 @@ from kvlog.core import effects as fx
 from kvlog.core import inputs
 from kvlog.core.takeover import Claimant
 from kvlog.errors import ConfigError, KvlogError, LocalProtocolError, RowTooLarge
+from kvlog.ids import Position
 from kvlog.link import messages as link
 from kvlog.link.server import Accepted
 from kvlog.records import EndReason
@@ -40,7 +41,7 @@ __all__ = ["ControlOptions", "EngineControl"]
 _CLOSED_DRAIN_SECONDS = 60.0
 """How long a dead engine's ring may take to be emptied before its turns are closed regardless."""
 _RANKS_CLOSE_SECONDS = 60.0
-"""After one rank has closed a turn: the others hold a finished request's blocks for seconds, and close it too."""
+"""After a rank that writes has closed a turn: others hold a finished request's blocks for seconds, and close it too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +168,16 @@ class EngineControl:
         )
         return Accepted(welcome, (ring_fd, self._pool_fd, doorbell_fd))
 
-    async def open_turn(self, peer: Peer, message: link.OpenTurn) -> link.TurnUnlogged | None:
+    async def open_turn(
+        self, peer: Peer, message: link.OpenTurn
+    ) -> link.TurnOpened | link.TurnUnlogged | None:
         """Answer within the request's time, whatever the log does."""
         if self._stopping:
             return link.TurnUnlogged(message.request, link.UnloggedReason.STOPPING, "the daemon stops")
         entry = self._parts.turns.of_session(message.session)
         if entry is not None and message.group and entry.group == message.group:
+            if entry.take_in_again(peer):
+                return _again(message, entry)
             self._lose(entry)  # whoever asks for a turn that is open has lost it
         return await self._opener.open_turn(peer, message)
 
@@ -182,7 +187,7 @@ class EngineControl:
         rank = entry.rank_of(peer) if entry is not None else None
         if entry is None or rank is None or engine is None:
             return
-        if len(entry.ranks) > 1 and not entry.is_closing:
+        if len(entry.ranks) > 1 and not rank.only_reads and not entry.is_ending:
             asyncio.get_running_loop().call_later(_RANKS_CLOSE_SECONDS, self._lose, entry)
         engine.intake.close_turn(rank)
 
@@ -205,8 +210,9 @@ class EngineControl:
         self._parts.telemetry.say(
             Event.ENGINE_GONE, engine=peer.hello.engine, pid=peer.credentials.pid, cause=str(cause or "")
         )
-        for entry, _ in self._parts.turns.of_peer(peer):
-            self._lose(entry)  # now: the next request of the session waits for it, or is refused as busy
+        for entry, rank in self._parts.turns.of_peer(peer):
+            if not rank.only_reads:  # what such a one has, another one logs: that goes on
+                self._lose(entry)  # now: the next request of the session waits for it, or is refused as busy
         del self._engines[peer]
         if self._tasks is not None:
             self._tasks.create_task(self._bury(peer, engine))
@@ -245,6 +251,10 @@ class EngineControl:
     def _refusal(self, message: link.Hello) -> link.Rejected | None:
         if self._stopping:
             return link.Rejected(link.RejectReason.STOPPING, "The daemon stops; connect again later.")
+        ranks, ranks_max = message.rank.ranks, self._parts.limits.shards
+        if ranks > ranks_max:
+            hint = f"An engine of {ranks} ranks; at most {ranks_max} can share a session."
+            return link.Rejected(link.RejectReason.IDENTITY, hint)
         row_bytes = message.identity.layout.row_bytes
         try:
             check_row(row_bytes, self._parts.limits)
@@ -290,6 +300,14 @@ class EngineControl:
         entry = self._parts.turns.pop(effect.turn)
         if entry is not None:
             entry.tell(link.TurnEnded(effect.turn, _ended_reason(effect.reason)))
+
+
+def _again(message: link.OpenTurn, entry: OpenTurnEntry) -> link.TurnOpened:
+    """For a rank that only reads and comes back to its turn: nothing to attach, it has been computed meanwhile."""
+    nothing = Position(0)
+    return link.TurnOpened(
+        message.request, entry.turn, entry.epoch, entry.log_from, nothing, entry.layout.row_bytes, (), b""
+    )
 
 
 def _ended_reason(reason: fx.TurnEndReason) -> link.EndedReason:

@@ -1,12 +1,16 @@
-"""OpenTurns of an engine's ranks become one: they are gathered by session and group until every shard has asked.
+"""OpenTurns of an engine's ranks become one: they are gathered by session and group until every rank has asked.
 
     rank 0 ──OpenTurn──▶ ┐
     rank 1 ──OpenTurn──▶ ┴─ whole ─▶ the core is asked once ─▶ each rank is answered, with its own shard's blocks
     a rank is missing, leaves, or asks twice ─▶ all of them are refused, and ask again
     the ranks ask for different things       ─▶ all of them are refused for good
 
-INV-JOINT: a turn has one rank of each shard, all of one group, and is opened for all of them or for none. Nothing is
-claimed before all have asked: a claim takes the session from a node that can log it. No I/O, no clock.
+Where all ranks have the same rows (latent attention), there is one shard: rank 0 logs it, and every rank has a lease of
+its own on that shard's blocks.
+
+INV-JOINT: a turn has each rank of one engine once, all of one group, and is opened for all of them or for none; each
+shard is written by one of them. Nothing is claimed before all have asked: a claim takes the session from a node that
+can log it. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -48,8 +52,13 @@ class RankAsk:
 
     @property
     def shard(self) -> Shard:
-        """Whose rows it will write."""
+        """Whose rows it has."""
         return self.peer.hello.shard
+
+    @property
+    def rank(self) -> int:
+        """Which of its engine's processes it is."""
+        return self.peer.hello.rank.rank
 
 
 @dataclass(slots=True, eq=False)
@@ -57,14 +66,14 @@ class JointAsk:
     """What the ranks of one group ask together; of an engine of one process: what it asks.
 
     Args:
-        asks: by shard.
+        asks: by rank.
         number: under which the core was asked; 0: it was not yet.
-        whole: set once every shard has asked, or all have been answered.
+        whole: set once every rank has asked, or all have been answered.
         over: all have been answered.
         counted: it was said that it was refused.
     """
 
-    asks: dict[Shard, RankAsk] = field(default_factory=dict)
+    asks: dict[int, RankAsk] = field(default_factory=dict)
     number: int = _UNASKED
     whole: asyncio.Event = field(default_factory=asyncio.Event)
     over: bool = False
@@ -92,9 +101,9 @@ class JointAsk:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Shards that nobody has asked for."""
-        shards = self.first.peer.hello.identity.shards
-        return tuple(shard for shard in range(shards) if shard not in self.asks)
+        """Ranks that have not asked."""
+        ranks = self.first.peer.hello.rank.ranks
+        return tuple(rank for rank in range(ranks) if rank not in self.asks)
 
     def question(self, number: int) -> OpenTurn:
         """For the core.
@@ -130,12 +139,12 @@ class RankJoiner:
 
     def join(self, ask: RankAsk) -> JointAsk:
         """Add one rank's question to those of its group. Returns: all of them; `over` if they were refused by it."""
-        message, shards = ask.message, ask.peer.hello.identity.shards
-        if shards == 1:
-            return _whole(JointAsk({ask.shard: ask}))
+        message, ranks = ask.message, ask.peer.hello.rank.ranks
+        if ranks == 1:
+            return _whole(JointAsk({ask.rank: ask}))
         if not message.group:
-            joint = JointAsk({ask.shard: ask})
-            joint.refuse(link.UnloggedReason.NOT_SUPPORTED, f"one of {shards} ranks asks without a group")
+            joint = JointAsk({ask.rank: ask})
+            joint.refuse(link.UnloggedReason.NOT_SUPPORTED, f"one of {ranks} ranks asks without a group")
             return joint
         joint = self._joints.setdefault((message.session, message.group), JointAsk())
         refusal = _misfit(joint, ask)
@@ -143,7 +152,7 @@ class RankJoiner:
             self.refuse(joint, *refusal)
             _refuse(ask, *refusal)
             return joint
-        joint.asks[ask.shard] = ask
+        joint.asks[ask.rank] = ask
         return joint if joint.missing else _whole(joint)
 
     def refuse(self, joint: JointAsk, reason: link.UnloggedReason, detail: str) -> None:
@@ -172,10 +181,11 @@ def _misfit(joint: JointAsk, ask: RankAsk) -> tuple[link.UnloggedReason, str] | 
     """Why this rank cannot be one of them; None: it fits."""
     if not joint.asks:
         return None
-    if ask.shard in joint.asks:  # a link that is about to end, or two engines by one name: never mix them
-        return link.UnloggedReason.RANK_MISSING, f"rank {ask.shard} asks twice"
+    if ask.rank in joint.asks:  # a link that is about to end, or two engines by one name: never mix them
+        return link.UnloggedReason.RANK_MISSING, f"rank {ask.rank} asks twice"
     mine, theirs = ask.message, joint.first.message
     differing = {
+        "number of ranks": (ask.peer.hello.rank.ranks, joint.first.peer.hello.rank.ranks),
         "identity": (ask.peer.hello.identity, joint.first.peer.hello.identity),
         "context": (mine.context, theirs.context),
         "mode": (mine.mode, theirs.mode),

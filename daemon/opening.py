@@ -167,7 +167,7 @@ class TurnOpener:
         layout = first.peer.hello.identity.layout
         self._parts.turns.add(
             OpenTurnEntry(
-                ranks=tuple(Rank(ask.peer, ask.shard) for ask in asks),
+                ranks=tuple(Rank(ask.peer, ask.shard, only_reads=ask.peer.hello.only_reads) for ask in asks),
                 session=effect.session,
                 turn=effect.turn,
                 epoch=effect.epoch,
@@ -175,6 +175,7 @@ class TurnOpener:
                 layout=layout,
                 session_hash=session_hash(effect.session),
                 group=first.message.group,
+                log_from=effect.log_from,
             )
         )
         self._say_difference(first.peer, effect)

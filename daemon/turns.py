@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvlog.buffers.ring import session_hash
-from kvlog.ids import Shard
+from kvlog.ids import Position, Shard
 
 if TYPE_CHECKING:
     from kvlog.buffers.ring import TableRow
-    from kvlog.ids import Epoch, Position, SessionId, Turn
+    from kvlog.ids import Epoch, SessionId, Turn
     from kvlog.layout import Layout
     from kvlog.link.messages import FromDaemon
     from kvlog.link.server import Peer
@@ -23,6 +23,8 @@ __all__ = ["FIRST_SHARD", "Batch", "OpenTurnEntry", "Rank", "TurnRegistry"]
 
 FIRST_SHARD = Shard(0)
 """The only one of an engine of one process."""
+
+_START = Position(0)
 
 _USED_MAX = 10_000
 """More than a node owns at one time (Limits.primaries)."""
@@ -45,6 +47,7 @@ class Rank:
     Args:
         peer: its link.
         shard: rows of another one are dropped.
+        only_reads: another rank logs that shard: rows of it are dropped, and the turn goes on without it.
         closing_at: closed by the engine: it lasts until so many bytes of its ring were taken; None: it goes on.
         done: nothing more comes of it.
         batch: rows of it that are held back.
@@ -52,6 +55,7 @@ class Rank:
 
     peer: Peer
     shard: Shard = FIRST_SHARD
+    only_reads: bool = False
     closing_at: int | None = None
     done: bool = False
     batch: Batch | None = None
@@ -62,13 +66,14 @@ class OpenTurnEntry:
     """One turn in progress.
 
     Args:
-        ranks: the engine's processes whose request it is, one a shard.
+        ranks: the engine's processes whose request it is; one of each shard writes.
         session: of the turn.
         turn: its number.
         epoch: rows of another one are dropped.
         mode: how closely it is logged.
         layout: what a row is.
         group: by which its ranks found each other; empty for an engine of one process.
+        log_from: the first row that it logs.
         ended: set once it is over.
     """
 
@@ -80,12 +85,18 @@ class OpenTurnEntry:
     layout: Layout
     session_hash: int
     group: bytes = b""
+    log_from: Position = _START
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_closing(self) -> bool:
         """Its engine, or one of its ranks, has closed it."""
         return any(rank.closing_at is not None for rank in self.ranks)
+
+    @property
+    def is_ending(self) -> bool:
+        """A rank that writes has closed it, so that the session will not have more than is written by then."""
+        return any(rank.closing_at is not None for rank in self.ranks if not rank.only_reads)
 
     @property
     def is_done(self) -> bool:
@@ -95,6 +106,24 @@ class OpenTurnEntry:
     def rank_of(self, peer: Peer) -> Rank | None:
         """The part of one engine process, if it has one."""
         return next((rank for rank in self.ranks if rank.peer is peer), None)
+
+    def take_in_again(self, peer: Peer) -> bool:
+        """A rank that only reads has lost the turn, and comes back to it, maybe over another link.
+
+        It wrote nothing, so that nothing of the turn is lost with it. Who comes back to a turn that ends waits for the
+        next one with all others.
+
+        Returns: False: it is not such a rank of this turn.
+        """
+        if self.is_ending:
+            return False
+        for index, rank in enumerate(self.ranks):
+            old, new = rank.peer.hello, peer.hello
+            if rank.only_reads and (old.rank, old.identity) == (new.rank, new.identity):
+                back = Rank(peer, rank.shard, only_reads=True)
+                self.ranks = (*self.ranks[:index], back, *self.ranks[index + 1 :])
+                return True
+        return False
 
     def tell(self, message: FromDaemon) -> None:
         """Say it to every rank."""
@@ -140,10 +169,13 @@ class TurnRegistry:
             self._used.popitem(last=False)
 
     def of_row(self, row: TableRow, peer: Peer) -> tuple[OpenTurnEntry, Rank] | None:
-        """The turn of a row in this engine's ring, if it is its own and epoch, session and shard fit (RULE ring)."""
+        """The turn of a row in this engine's ring, if it may write it and epoch, session and shard fit.
+
+        RULE ring; INV-JOINT: one rank writes a shard.
+        """
         entry = self._turns.get(row.turn)
         rank = entry.rank_of(peer) if entry is not None else None
-        if entry is None or rank is None or rank.done:
+        if entry is None or rank is None or rank.done or rank.only_reads:
             return None
         said = (row.epoch, row.session_hash, row.shard)
         return (entry, rank) if said == (entry.epoch, entry.session_hash, rank.shard) else None

@@ -22,7 +22,6 @@ from kvlog.engines.server import EngineServer
 from kvlog.engines.step_loop import StepLoop, StepLoopOptions
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
 from kvlog.errors import KvlogError
-from kvlog.ids import Shard
 from kvlog.layout import DType
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     listener = socket.create_server((args.host, args.port))
     options = ReplicatorOptions(socket=Path(args.link or "/nonexistent"), engine=f"kvlog {args.engine}")
-    replicator = Replicator(options, model.identity, Shard(0))
+    replicator = Replicator(options, model.identity)
     loop_options = StepLoopOptions(
         active_max=args.active,
         queued_max=args.queue,

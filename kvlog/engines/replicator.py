@@ -29,6 +29,7 @@ from kvlog.link.messages import (
     PROTOCOL,
     Acked,
     CloseTurn,
+    EngineRank,
     Forget,
     Hello,
     Release,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from kvlog.engines.base import RowCache
     from kvlog.engines.turn_state import TurnRequest
-    from kvlog.ids import Epoch, SessionId, Shard
+    from kvlog.ids import Epoch, SessionId
     from kvlog.layout import Identity
     from kvlog.link.client import Answer, LinkEvent
 
@@ -114,13 +115,24 @@ class ReplicationCounts:
     refusal: str = ""
 
 
-class Replicator:
-    """Replicates the caches of one engine process (one shard) through its daemon."""
+_ONLY_RANK = EngineRank()
+"""An engine of one process."""
 
-    def __init__(self, options: ReplicatorOptions, identity: Identity, shard: Shard) -> None:
+
+class Replicator:
+    """Replicates the caches of one engine process (one shard) through its daemon.
+
+    Args:
+        options: how it talks to the daemon.
+        identity: what the cache's bytes are.
+        rank: which of the engine's processes this is. Where all have the same rows (one shard for several ranks), the
+            first one writes them, and the others only read.
+    """
+
+    def __init__(self, options: ReplicatorOptions, identity: Identity, rank: EngineRank = _ONLY_RANK) -> None:
         self._options = options
         self._identity = identity
-        self._shard = shard
+        self._hello = Hello(PROTOCOL, options.engine, os.getpid(), identity, rank)
         self._link: EngineLink | None = None
         self._live: set[TurnState] = set()
         self._wake = threading.Event()
@@ -245,7 +257,7 @@ class Replicator:
             link.client.send(Forget(session))
 
     def _begin(self, request: TurnRequest, tokens: Sequence[int], continues: Epoch) -> TurnState:
-        turn = TurnState(request, tokens)
+        turn = TurnState(request, tokens, only_reads=self._hello.only_reads)
         turn.epoch = continues
         self._live.add(turn)
         link = self._link
@@ -275,7 +287,7 @@ class Replicator:
 
     def _write(self, link: EngineLink, sources: Sequence[RowSource], step_bytes: int) -> int:
         budget = StepBudget(step_bytes, self._step)
-        written = link.write(sources, self.row_bytes, self._shard, budget)
+        written = link.write(sources, self.row_bytes, self._hello.shard, budget)
         self.counts.rows += written.rows
         self.counts.bytes += written.rows * self.row_bytes
         self.counts.ring_full += written.full
@@ -292,7 +304,7 @@ class Replicator:
                     return
                 if not self._write(phase.link, [source], self._options.close_bytes):
                     turn.wait_while(phase, min(_RING_POLL_SECONDS, left))
-            elif turn.epoch and turn.reason is not None and turn.reason.passes:
+            elif turn.may_write_later:
                 turn.wait_while(phase, left)
             else:
                 return
@@ -330,9 +342,8 @@ class Replicator:
 
     def _connect(self) -> EngineLink | None:
         options = self._options
-        hello = Hello(PROTOCOL, options.engine, os.getpid(), self._identity, self._shard)
         try:
-            link = EngineLink.open(connect(options.socket, hello, options.client))
+            link = EngineLink.open(connect(options.socket, self._hello, options.client))
         except (LinkClosed, ConfigError) as error:
             self.counts.refusal = str(error)
             return None

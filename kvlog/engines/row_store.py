@@ -58,6 +58,11 @@ class RowStore(Protocol):
         """Bytes of one row."""
         ...
 
+    @property
+    def is_replicated(self) -> bool:
+        """Every rank has the same rows, so that one of them logs for all; else each has its part of every row."""
+        ...
+
     def open_rows(self) -> StepRows:
         """One request's rows."""
         ...

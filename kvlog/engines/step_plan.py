@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NewType, Self
 
 if TYPE_CHECKING:
     from kvlog.engines.turn_state import TurnRequest
-    from kvlog.ids import Shard
 
 __all__ = [
     "CloseAsk",
@@ -139,10 +138,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A turn was answered: verified rows [start, length) are in the worker's memory; length ≤ start: none."""
+    """A turn was answered: verified rows [start, length) are in the memory of one worker; length ≤ start: none."""
 
     key: TurnKey
-    shard: Shard
+    rank: int
     start: int
     length: int
     logged: bool
@@ -176,7 +175,7 @@ class StepReport:
         return not self.ready and not self.dropped and not self.failed
 
     def aggregate(self, other: Self) -> Self:
-        """Two workers' reports as one; the planner counts the shards of each turn."""
+        """Two workers' reports as one; the planner counts the ranks of each turn."""
         return type(self)(
             (*self.ready, *other.ready), (*self.dropped, *other.dropped), (*self.failed, *other.failed)
         )

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvlog.engines.turn_state import TurnRequest
-    from kvlog.ids import Shard
 
 __all__ = ["FinishedRequest", "NewRequest", "PlannerOptions", "Scheduled", "StepPlanner", "watermark"]
 
@@ -62,14 +61,14 @@ class PlannerOptions:
 
     Args:
         wait_seconds: for the daemon's answer and the verified copy, before a request is computed instead.
-        shards: workers that must say ready.
+        ranks: workers that must say ready.
         held_blocks_max: blocks of finished requests that are kept for the log at a time.
         rows_at_once_max: rows that are loaded within one step; a load that would make them more is done beside it.
         instance: random bytes that no other engine has; what the workers call a turn, or new weights, begins with it.
     """
 
     wait_seconds: float = 2.0
-    shards: int = 1
+    ranks: int = 1
     held_blocks_max: int = 0
     rows_at_once_max: int = 1 << 62
     instance: bytes = b""
@@ -140,7 +139,7 @@ class _Tracked:
     key: TurnKey = _NO_TURN
     previous: TurnKey = _NO_TURN
     deadline: float = 0.0
-    ready: dict[Shard, Ready] = field(default_factory=dict)
+    ready: dict[int, Ready] = field(default_factory=dict)
     late: bool = False
     running: bool = False
     loading: bool = False
@@ -198,7 +197,7 @@ class StepPlanner:
             return None
         if tracked.late or tracked.spoilt:
             return 0
-        if len(tracked.ready) < self._options.shards:
+        if len(tracked.ready) < self._options.ranks:
             tracked.late = now > tracked.deadline
             return 0 if tracked.late else None
         if any(ready.start > local for ready in tracked.ready.values()):
@@ -250,7 +249,7 @@ class StepPlanner:
         for ready in report.ready:
             tracked = self._by_key.get(ready.key)
             if tracked is not None:
-                tracked.ready[ready.shard] = ready
+                tracked.ready[ready.rank] = ready
         for key in report.failed:
             tracked = self._by_key.get(key)
             if tracked is not None:
@@ -262,7 +261,7 @@ class StepPlanner:
                 is_fenced = dropped.cause == UnloggedReason.FENCED
                 if is_fenced and tracked.cause is None:
                     fenced.append(tracked.request.name)
-                if tracked.cause is None and self._options.shards > 1:
+                if tracked.cause is None and self._options.ranks > 1:
                     # What one worker cannot log is of no use to the others; `finished` comes too late for them to
                     # forget the session then. One that is another node's is not ours to end.
                     forget = not tracked.request.named and not is_fenced
@@ -342,7 +341,7 @@ class StepPlanner:
         self._by_key[tracked.key] = tracked
         turn = tracked.request.turn
         assert not isinstance(turn, str), "dropped when it was added"
-        if self._options.shards > 1:
+        if self._options.ranks > 1:
             turn = replace(turn, group=self._named("turn", tracked.key))
         self._opens.append(OpenAsk(tracked.key, turn, pack_tokens(tokens), tracked.local, tracked.previous))
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvlog.engines.row_store import RowStore, StepRows
     from kvlog.engines.step_plan import CloseAsk, LoadAsk, OpenAsk, RowsAt, StepPlan, TurnKey
     from kvlog.engines.turns import PendingTurn, TurnHandle
-    from kvlog.ids import Epoch, SessionId, Shard
+    from kvlog.ids import Epoch, SessionId
 
 __all__ = ["StepWorker", "WorkerCounts", "WorkerOptions"]
 
@@ -58,12 +58,12 @@ class WorkerOptions:
     Args:
         hold_seconds: how long a finished request's blocks are held to write what is behind.
         staging_bytes_max: verified rows that wait to be loaded, of all turns together; more are computed instead.
-        shards: workers that compute each row together.
+        ranks: workers that compute each row together.
     """
 
     hold_seconds: float = 2.0
     staging_bytes_max: int = 2 << 30
-    shards: int = 1
+    ranks: int = 1
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class StepWorker:
     Args:
         start_replicator: gives a started replicator for weights by the plan's word; empty: those of the engine's start.
         store: the cache.
-        shard: this worker's.
+        rank: which of its engine's workers this is.
         options: bounds.
     """
 
@@ -121,13 +121,13 @@ class StepWorker:
         self,
         start_replicator: Callable[[bytes], Replicator],
         store: RowStore,
-        shard: Shard,
+        rank: int,
         options: WorkerOptions,
     ) -> None:
         self._start_replicator = start_replicator
         self._replicator = start_replicator(b"")
         self._store = store
-        self._shard = shard
+        self._rank = rank
         self._options = options
         self._entries: dict[TurnKey, _Entry] = {}
         self._waiting: list[_Entry] = []
@@ -173,7 +173,7 @@ class StepWorker:
     def after_step(self, plan: StepPlan) -> None:
         """Write the new rows of all turns into the ring."""
         started = time.perf_counter()
-        unsure = self._options.shards > 1 or any(ask.key in self._failed for ask in plan.loads)
+        unsure = self._options.ranks > 1 or any(ask.key in self._failed for ask in plan.loads)
         loaded = {ask.key: ask.length for ask in plan.loads if unsure and not ask.beside}
         for rows in plan.rows:
             self._follow(rows, loaded)
@@ -281,7 +281,7 @@ class StepWorker:
             return None
         entry.reported = True
         length = 0 if entry.staging is None else self._staged_length(entry)
-        return Ready(entry.ask.key, self._shard, entry.ask.local, length, entry.handle.logged)
+        return Ready(entry.ask.key, self._rank, entry.ask.local, length, entry.handle.logged)
 
     def _is_busy_with_ourselves(self, entry: _Entry, now: float) -> bool:
         """The turn in the way is one that has ended here, not another request's."""

@@ -31,12 +31,16 @@ _SMALLER_BY = 4
 
 @dataclass(slots=True)
 class LogCursor:
-    """How far the ring has one turn's rows; `position` moves when rows are written."""
+    """How far the ring has one turn's rows; `position` moves when rows are written.
+
+    `only_reads`: another rank writes them, so that none are ever missing here.
+    """
 
     turn: Turn
     epoch: Epoch
     session_hash: int
     position: int
+    only_reads: bool = False
 
 
 class RowSource(NamedTuple):
@@ -51,7 +55,9 @@ class RowSource(NamedTuple):
 
     @property
     def behind(self) -> int:
-        """Rows that are computed and not in the ring."""
+        """Rows that are computed and not in the ring, and are to go there."""
+        if self.cursor.only_reads:
+            return 0
         return max(0, min(self.cache.length, len(self.tokens)) - self.cursor.position)
 
 

@@ -118,13 +118,15 @@ class TurnState:
     Args:
         request: what to ask for.
         tokens: ids so far; the engine's own growing list is taken, and replaced by `follow`.
+        only_reads: another rank of the engine writes the turn's rows.
 
     `watcher`, once it is set, is called at every change, under the lock: it must neither block nor raise nor call back.
     """
 
-    def __init__(self, request: TurnRequest, tokens: Sequence[int]) -> None:
+    def __init__(self, request: TurnRequest, tokens: Sequence[int], *, only_reads: bool = False) -> None:
         self.request = request
         self.tokens = tokens
+        self.only_reads = only_reads
         self.phase: Phase = Unlogged(UnloggedReason.NO_LINK, again_at=0.0)
         self.epoch = Epoch(0)
         self.acked_length = Position(0)
@@ -142,6 +144,12 @@ class TurnState:
         """Why nothing is logged; None while it is, or after the end."""
         phase = self.phase
         return phase.reason if isinstance(phase, Unlogged | Asking) else None
+
+    @property
+    def may_write_later(self) -> bool:
+        """It was logged, is not now, and may soon be, to write what is behind."""
+        reason = self.reason
+        return not self.only_reads and self.epoch > 0 and reason is not None and reason.passes
 
     @property
     def wait_seconds(self) -> float:
@@ -271,7 +279,8 @@ class TurnState:
         # way; what is handed out is in the log, and the first new row that is acknowledged speaks for all before it.
         self.acked_length = min(opened.log_from, opened.attach_length)
         self._refusals = self._misses = 0
-        cursor = LogCursor(opened.turn, opened.epoch, session_hash(self.request.session), opened.log_from)
+        hashed = session_hash(self.request.session)
+        cursor = LogCursor(opened.turn, opened.epoch, hashed, opened.log_from, self.only_reads)
         self.phase = Logged(link, cursor, opened)
         if self._may_attach:
             self.attach = self.phase

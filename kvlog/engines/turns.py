@@ -79,7 +79,7 @@ class TurnHandle:
 
     @property
     def logged(self) -> bool:
-        """Rows go to the log now."""
+        """Rows go to the log now, of this rank or of the one that has the same."""
         return isinstance(self.turn.phase, Logged)
 
     @property
@@ -105,16 +105,18 @@ class TurnHandle:
 
     @property
     def cursor(self) -> Position | None:
-        """The first row that is not in the ring; None if it is not logged now."""
+        """The first row that is not in the ring; None if it is not logged now, or by another rank."""
         phase = self.turn.phase
-        return Position(phase.cursor.position) if isinstance(phase, Logged) else None
+        if self.turn.only_reads or not isinstance(phase, Logged):
+            return None
+        return Position(phase.cursor.position)
 
     def may_write_more(self, cache: RowCache) -> bool:
         """Rows of a finished request's cache are not in a ring, and there is one, or may soon be, to write them to."""
         turn, phase = self.turn, self.turn.phase
         if isinstance(phase, Logged):
             return RowSource(phase.cursor, cache, turn.tokens).behind > 0
-        return turn.epoch > 0 and turn.reason is not None and turn.reason.passes
+        return turn.may_write_later
 
     @property
     def acked_length(self) -> Position:

@@ -6,7 +6,7 @@ it has the cache and the daemon (vllm_worker). Between them travel a plan with e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from kvlog.engines.vllm_settings import ConnectorSettings
 from kvlog.engines.vllm_stats import KvlogPromMetrics, KvlogStats
 from kvlog.engines.vllm_support import CacheGroup, EngineFacts, check_api, check_version, refuse_unsupported
 from kvlog.engines.vllm_worker import CacheFacts, WorkerHalf, engine_identity, layers_in_order, open_store
-from kvlog.ids import Shard
+from kvlog.link.messages import EngineRank
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
                 engine=str(vllm_config.kv_transfer_config.engine_id),
                 blocks=kv_cache_config.num_blocks,
                 row_bytes=_row_bytes(kv_cache_config),
-                shards=vllm_config.parallel_config.tensor_parallel_size,
+                ranks=vllm_config.parallel_config.tensor_parallel_size,
             )
             self._scheduler = SchedulerHalf(settings, shape, AdapterDigests(_adapter_folder))
 
@@ -178,9 +178,9 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerHalf.start(
             self._settings,
             store,
-            replace(identity, shards=config.parallel_config.tensor_parallel_size),
+            identity,
             engine=f"vllm {vllm.__version__}",
-            shard=Shard(get_tensor_model_parallel_rank()),
+            rank=EngineRank(get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size),
         )
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:  # noqa: ANN401

@@ -43,13 +43,13 @@ class EngineShape:
         engine: vLLM's id of it.
         blocks: of the whole cache.
         row_bytes: of one position, all layers, on one rank.
-        shards: ranks.
+        ranks: of it.
     """
 
     engine: str
     blocks: int
     row_bytes: int
-    shards: int = 1
+    ranks: int = 1
 
 
 class SchedulerHalf:
@@ -75,7 +75,7 @@ class SchedulerHalf:
         self._planner = StepPlanner(
             PlannerOptions(
                 wait_seconds=settings.wait_seconds,
-                shards=shape.shards,
+                ranks=shape.ranks,
                 instance=os.urandom(16),
                 held_blocks_max=int(settings.hold_blocks_share * shape.blocks),
                 rows_at_once_max=settings.load_step_bytes // shape.row_bytes,

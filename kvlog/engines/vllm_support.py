@@ -191,13 +191,12 @@ def _parallel(facts: EngineFacts) -> ConfigError | None:
 
 
 def _tensor_parallel(facts: EngineFacts) -> ConfigError | None:
-    """A rank has a shard of each row, and all ranks have one daemon."""
+    """A rank has a shard of each row, or, of latent attention, all of it; and all ranks have one daemon."""
     size, option = facts.tensor_parallel, "--tensor-parallel-size"
-    if facts.kv_heads % size:
+    has_heads = any(group.planes != 1 for group in facts.groups)
+    if has_heads and facts.kv_heads % size:
         problem = f"{size} ranks do not divide {facts.kv_heads} KV heads: some would be kept twice"
         return _refusal(option, problem, f"a divisor of {facts.kv_heads}")
-    if size > 1 and any(group.planes == 1 for group in facts.groups):
-        return _refusal(option, f"{size} with latent attention: each rank would log the same rows", "1")
     if size > 1 and (facts.nodes > 1 or facts.executor == "ray"):
         where = f"{facts.nodes} machines" if facts.nodes > 1 else "ranks that ray places"
         return _refusal(option, f"{size} over {where}: all ranks need one kvlogd", "one machine, executor mp")

@@ -72,8 +72,11 @@ class WitnessConnector(KvlogConnector):
             evidence = self._working.worker.evidence(close.key)
             if evidence is not None:
                 said = self.testimony(evidence) | {"held": bool(close.held)}
-                with Path(self._file).open("a") as file:
-                    file.write(json.dumps(said) + "\n")
+                line = json.dumps(said) + "\n"
+                with Path(self._file).open(
+                    "ab", buffering=0
+                ) as file:  # at once: it is read while it is written
+                    file.write(line.encode())
 
     def testimony(self, turn: TurnEvidence) -> dict[str, Any]:
         """What is told of a turn."""

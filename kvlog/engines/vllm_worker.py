@@ -25,8 +25,8 @@ from kvlog.engines.step_worker import StepWorker, WorkerOptions
 from kvlog.engines.transformers_identity import model_digest, weights_digest
 from kvlog.engines.vllm_probe import probe_page_map
 from kvlog.errors import ConfigError
-from kvlog.ids import Shard
 from kvlog.layout import DType, Identity, Layout
+from kvlog.link.messages import EngineRank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,8 +49,8 @@ CacheLayer = tuple[torch.Tensor, "Callable[..., None]"]
 """One layer's cache, [blocks, heads, block_size, planes · head_dim], and its kernel's writer of rows into slots."""
 
 
-_FIRST: Final = Shard(0)
-
+_ONLY: Final = EngineRank()
+"""A server without tensor parallelism."""
 _ALIKE: Final = frozenset({"saved_tokens", "loaded_tokens", "turns_cut", "turns_fenced"})
 """What every rank counts of the same tokens and turns: vLLM adds ranks up, so one of them says it."""
 
@@ -84,24 +84,35 @@ class WorkerHalf:
         identity: Identity,
         *,
         engine: str,
-        shard: Shard = _FIRST,
+        rank: EngineRank = _ONLY,
     ) -> WorkerHalf:
-        """Start to look for the daemon; returns at once."""
+        """Start to look for the daemon; returns at once.
+
+        Args:
+            settings: of the connector.
+            store: the cache.
+            identity: of the engine, as one of one rank.
+            engine: kind and version, for people.
+            rank: which of the server's workers this is. Their rows are parts, a shard each, or all the same: then
+                there is one shard, whatever the number of ranks, and an engine of another number can go on with it.
+        """
+        shards = 1 if store.is_replicated else rank.ranks
         options = ReplicatorOptions(socket=settings.link, engine=engine, step_bytes=settings.step_bytes)
 
         def start_replicator(renewal: bytes) -> Replicator:
             """Weights that came later are known to nobody else: their digest is this engine's alone."""
             weights = digest(identity.weights, renewal) if renewal else identity.weights
-            replicator = Replicator(options, replace(identity, weights=weights), shard)
+            replicator = Replicator(options, replace(identity, weights=weights, shards=shards), rank)
             replicator.start()
             return replicator
 
         worker_options = WorkerOptions(
             hold_seconds=settings.hold_seconds,
             staging_bytes_max=settings.staging_bytes,
-            shards=identity.shards,
+            ranks=rank.ranks,
         )
-        return cls(StepWorker(start_replicator, store, shard, worker_options), counts_for_all=shard == _FIRST)
+        worker = StepWorker(start_replicator, store, rank.rank, worker_options)
+        return cls(worker, counts_for_all=rank.rank == 0)
 
     @property
     def worker(self) -> StepWorker:

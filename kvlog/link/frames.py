@@ -24,6 +24,7 @@ from kvlog.link.messages import (
     AttachBlock,
     CloseTurn,
     EndedReason,
+    EngineRank,
     Forget,
     FromDaemon,
     FromEngine,
@@ -166,6 +167,21 @@ def _pack_identity(value: object) -> object:
     return [value.model, value.weights, *sizes, str(layout.dtype), value.shards]
 
 
+def _rank(value: object) -> EngineRank:
+    if not isinstance(value, list) or len(value) != len(fields(EngineRank)):
+        raise DecodeError(problem="expected a rank, and how many there are")
+    rank, ranks = (_U16_FIELD.unpack(part) for part in value)
+    if not rank < ranks:  # type: ignore[operator]  # checked by the field
+        raise DecodeError(problem="a rank that the engine does not have")
+    return EngineRank(rank, ranks)  # type: ignore[arg-type]  # checked by the field
+
+
+def _pack_rank(value: object) -> object:
+    assert isinstance(value, EngineRank), "a rank"
+    return [value.rank, value.ranks]
+
+
+_U16_FIELD = _uint(_U16)
 _PAIR = struct.Struct("<II")
 
 
@@ -185,7 +201,16 @@ _SESSION = _Field(_session)
 _INCARNATION_BYTES = 16
 
 _TABLE: dict[int, tuple[type[FromEngine | FromDaemon], tuple[_Field, ...]]] = {
-    1: (Hello, (_uint(_U32), _TEXT, _uint(_U32), _Field(_identity, _pack_identity), _uint(_U16))),
+    1: (
+        Hello,
+        (
+            _uint(_U32),
+            _TEXT,
+            _uint(_U32),
+            _Field(_identity, _pack_identity),
+            _Field(_rank, _pack_rank),
+        ),
+    ),
     2: (
         OpenTurn,
         (
@@ -285,8 +310,8 @@ def _decode(body: memoryview, limits: Limits) -> FromEngine | FromDaemon:
 
 def _check(message: FromEngine | FromDaemon, limits: Limits) -> None:
     """Relations between fields."""
-    if isinstance(message, Hello) and message.shard >= message.identity.shards:
-        raise DecodeError(problem="a shard that the identity does not have")
+    if isinstance(message, Hello) and message.identity.shards not in (1, message.rank.ranks):
+        raise DecodeError(problem="neither one shard for each rank nor one for all of them")
     if isinstance(message, OpenTurn) and len(message.tokens) // 4 > limits.session_tokens:
         raise DecodeError(problem=f"more than {limits.session_tokens} tokens")
     if isinstance(message, TurnOpened):

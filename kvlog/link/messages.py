@@ -42,6 +42,7 @@ __all__ = [
     "AttachBlock",
     "CloseTurn",
     "EndedReason",
+    "EngineRank",
     "Forget",
     "FromDaemon",
     "FromEngine",
@@ -65,7 +66,7 @@ __all__ = [
     "unpack_tokens",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version that this build speaks; there is no negotiation, engine and daemon are upgraded together."""
 
 GROUP_BYTES_MAX = 16
@@ -155,7 +156,7 @@ class EndedReason(StrEnum):
     ROWS_REFUSED = "rows_refused"
     """Entries of this turn did not continue it; stays unlogged."""
     RANK_LOST = "rank_lost"
-    """Another rank of the engine has left the turn; all of them open it anew."""
+    """Another rank of the engine, of those that write, has left the turn; all of them open it anew."""
 
     @property
     def passes(self) -> bool:
@@ -174,6 +175,14 @@ _ENDED_PASSING = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class EngineRank:
+    """One of the processes that compute an engine's rows together: `rank` of `ranks`, 0 ≤ rank < ranks."""
+
+    rank: int = 0
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """An engine process introduces itself; the first message on every link.
 
@@ -181,15 +190,25 @@ class Hello:
         protocol: PROTOCOL of its build.
         engine: its kind and version, for people: `transformers 5.19`.
         pid: as it sees itself (in its own pid namespace).
-        identity: what its cache's bytes are.
-        shard: its tensor-parallel rank, 0 ≤ shard < identity.shards.
+        identity: what its cache's bytes are. Either it has a shard for each rank, or one, which all ranks have alike.
+        rank: which of the engine's processes it is.
     """
 
     protocol: int
     engine: str
     pid: int
     identity: Identity
-    shard: Shard
+    rank: EngineRank
+
+    @property
+    def shard(self) -> Shard:
+        """Whose rows its cache has."""
+        return Shard(self.rank.rank if self.identity.shards == self.rank.ranks else 0)
+
+    @property
+    def only_reads(self) -> bool:
+        """Another rank logs the rows that this one has too: it loads, and never writes."""
+        return self.rank.rank != self.shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +246,7 @@ class OpenTurn:
 class CloseTurn:
     """The request is over; `length` is the end of the last row that was written to the ring, or log_from.
 
-    A turn of several ranks is over when all of them have closed it; the session has what all of them have written.
+    A turn of several ranks is over when all of them have closed it; the session has what all that write have written.
     """
 
     turn: Turn
@@ -302,7 +321,8 @@ class TurnOpened:
         request: of the OpenTurn that it answers.
         turn: goes into every ring entry.
         epoch: goes into every ring entry.
-        log_from: rows from here on are to be written to the ring; rows below are in the log, or on their way to it.
+        log_from: rows from here on are to be written to the ring, by the ranks that write; rows below are in the log,
+            or on their way to it.
         attach_length: rows that can be attached, from position 0; 0 ≤ attach_length.
         row_bytes: size of one row in the blocks.
         blocks: pinned until Release or the link's end; in order, together attach_length rows.

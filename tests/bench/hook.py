@@ -19,7 +19,7 @@ import numpy as np
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
 from kvlog.engines.turn_state import TurnRequest
-from kvlog.ids import Shard, parse_session_id
+from kvlog.ids import parse_session_id
 from tests.bench import hook_ring
 from tests.bench.paced_engine import RepeatedRows
 from tests.bench.report import Row, percentile
@@ -116,7 +116,7 @@ def _at_work(node: Node, batch: int, rounds: int, *, warm: int) -> list[tuple[fl
 def _engine(node: Node, name: str, batch: int) -> Iterator[_Batch]:
     model = SyntheticModel(SyntheticOptions(row_bytes=ROW_BYTES))
     options = ReplicatorOptions(socket=node.folder / f"{node.name}.sock")
-    replicator = Replicator(options, model.identity, Shard(0))
+    replicator = Replicator(options, model.identity)
     replicator.start()
     try:
         assert replicator.wait_connected(_OPEN_SECONDS), replicator.counts.refusal

@@ -23,7 +23,7 @@ import numpy as np
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
 from kvlog.engines.turn_state import TurnRequest
-from kvlog.ids import Shard, parse_session_id
+from kvlog.ids import parse_session_id
 
 if TYPE_CHECKING:
     from kvlog.engines.turns import TurnHandle
@@ -94,7 +94,7 @@ class _Engine:
         self._pace = pace
         model = SyntheticModel(SyntheticOptions(row_bytes=pace.row_bytes))
         options = ReplicatorOptions(socket=Path(pace.socket), engine="paced")
-        self._replicator = Replicator(options, model.identity, Shard(0))
+        self._replicator = Replicator(options, model.identity)
         random = np.random.default_rng(11)
         self._sources = [
             random.integers(0, 255, (_SOURCE_ROWS, pace.row_bytes), np.uint8) for _ in range(pace.sessions)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
 from kvlog.engines.turn_state import TurnRequest
-from kvlog.ids import SessionId, Shard
+from kvlog.ids import SessionId
 from kvlog.link.client import ClientOptions
+from kvlog.link.messages import EngineRank
 from tests.integration.fake_daemon import FakeDaemon, Knobs
 
 if TYPE_CHECKING:
@@ -35,16 +36,15 @@ SECONDS = 5.0
 ROW_BYTES = 4096
 MODEL = SyntheticModel(SyntheticOptions(row_bytes=ROW_BYTES))
 S = SessionId("s")
+ONLY = EngineRank()
 
 
 @contextmanager
-def replicating(path: Path, **options):
+def replicating(path: Path, rank: EngineRank = ONLY, **options):
     """A started replicator."""
     client = ClientOptions(connect_seconds=0.5, ping_seconds=0.05, dead_seconds=0.3)
     defaults = {"backoff_seconds_min": 0.01, "backoff_seconds_max": 0.05, "client": client}
-    replicator = Replicator(
-        ReplicatorOptions(socket=path, **{**defaults, **options}), MODEL.identity, Shard(0)
-    )
+    replicator = Replicator(ReplicatorOptions(socket=path, **{**defaults, **options}), MODEL.identity, rank)
     replicator.start()
     try:
         yield replicator

@@ -9,12 +9,13 @@ rows of all of them are wrong.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,9 +28,10 @@ from kvlog.engines.step_plan import StepReport
 from kvlog.engines.step_planner import FinishedRequest, NewRequest, PlannerOptions, Scheduled, StepPlanner
 from kvlog.engines.step_worker import StepWorker, WorkerOptions
 from kvlog.engines.turn_state import TurnRequest
-from kvlog.ids import SessionId, Shard
+from kvlog.ids import SessionId
 from kvlog.layout import DType, Identity, Layout
 from kvlog.link.client import ClientOptions
+from kvlog.link.messages import EngineRank
 from tests.integration.fake_daemon import FakeDaemon, Knobs
 
 if TYPE_CHECKING:
@@ -43,12 +45,13 @@ if TYPE_CHECKING:
 
     Memory = npt.NDArray[np.uint16]
 
-__all__ = ["LAYOUT", "SIZE", "PagedEngine", "PagedOptions", "paged", "row_of", "with_daemon"]
+__all__ = ["LATENT", "LAYOUT", "SIZE", "PagedEngine", "PagedOptions", "paged", "row_of", "with_daemon"]
 
 LAYOUT = Layout(3, 2, 2, 16, DType.BFLOAT16)
+LATENT = Layout(3, 1, 1, 64, DType.BFLOAT16)
+"""Rows of as many bytes, which all ranks have alike."""
 SIZE = 16
-_PAGE = SIZE * LAYOUT.planes * LAYOUT.head_dim
-_IDENTITY = Identity(digest(b"paged"), digest(b"weights", b""), LAYOUT, 1)
+_MODEL = digest(b"paged")
 _SECONDS = 20.0
 
 
@@ -82,13 +85,15 @@ class PagedEngine:
         worker: WorkerOptions,
         wanted: PagedOptions,
     ) -> None:
-        order = np.arange(_PAGE).reshape(SIZE, LAYOUT.planes, LAYOUT.head_dim)
-        shape = (LAYOUT.layers, wanted.blocks, LAYOUT.kv_heads, _PAGE)
-        memories = [np.zeros(shape, np.uint16) for _ in range(planner.shards)]
-        self.stores = [PagedStore(list(memory), PageMap(order), LAYOUT) for memory in memories]
+        layout = wanted.layout
+        page = (SIZE, layout.planes, layout.head_dim)
+        order = np.arange(math.prod(page)).reshape(page)
+        shape = (layout.layers, wanted.blocks, layout.kv_heads, order.size)
+        memories = [np.zeros(shape, np.uint16) for _ in range(planner.ranks)]
+        self.stores = [PagedStore(list(memory), PageMap(order), layout) for memory in memories]
         self.planner = StepPlanner(planner)
         self.workers = [
-            StepWorker(partial(start_replicator, rank), store, Shard(rank), worker)
+            StepWorker(partial(start_replicator, rank), store, rank, worker)
             for rank, store in enumerate(map(wanted.over, memories) if wanted.over else self.stores)
         ]
         self.requests: dict[str, Request] = {}
@@ -168,6 +173,10 @@ class PagedEngine:
             self._step()
             if not self.requests[name].running:
                 time.sleep(0.001)
+
+    def shard(self, rank: int) -> int:
+        """Whose rows a rank has."""
+        return 0 if self.store.is_replicated else rank
 
     def rows(self, name: str, rank: int = 0) -> list[bytes]:
         """What a request's blocks hold."""
@@ -255,8 +264,8 @@ class PagedEngine:
 
     def _compute(self, request: Request, count: int, *, spoilt: bool) -> None:
         at = range(request.computed, request.computed + count)
-        for shard, store in enumerate(self.stores):
-            rows = b"".join(row_of(request.tokens, position, shard) for position in at)
+        for rank, store in enumerate(self.stores):
+            rows = b"".join(row_of(request.tokens, position, self.shard(rank)) for position in at)
             if spoilt and len(self.stores) > 1:
                 rows = bytes([0xDD]) * len(rows)
             store.scatter(request.blocks, request.computed, memoryview(rows))
@@ -284,6 +293,7 @@ class PagedOptions:
     """What a test may want of its engine.
 
     Args:
+        layout: of a row: a part of it for each rank, or LATENT.
         ranks: each has a link of its own. Several need a real daemon, a process that a busy machine may keep silent for
             longer than a fake one.
         blocks: of the cache.
@@ -292,6 +302,7 @@ class PagedOptions:
         over: makes of the cache what the workers read and write it through.
     """
 
+    layout: Layout = LAYOUT
     ranks: int = 1
     blocks: int = 64
     wait: float = 2.0
@@ -315,19 +326,21 @@ def paged(path: Path, wanted: PagedOptions | None = None, **worker: Any) -> Iter
 
     def start_replicator(rank: int, renewal: bytes) -> Replicator:
         """Weights by another name are another model."""
-        identity = replace(_IDENTITY, weights=digest(b"weights", renewal), shards=wanted.ranks)
-        replicator = Replicator(options, identity, Shard(rank))
+        shards = 1 if wanted.layout is LATENT else wanted.ranks
+        weights = digest(b"weights", renewal)
+        identity = Identity(_MODEL, weights, wanted.layout, shards)
+        replicator = Replicator(options, identity, EngineRank(rank, wanted.ranks))
         replicator.start()
         return replicator
 
     planner = PlannerOptions(
         wait_seconds=wanted.wait,
-        shards=wanted.ranks,
+        ranks=wanted.ranks,
         held_blocks_max=wanted.blocks,
         rows_at_once_max=wanted.at_once,
         instance=os.urandom(16),
     )
-    workers = WorkerOptions(shards=wanted.ranks, **worker)
+    workers = WorkerOptions(ranks=wanted.ranks, **worker)
     engine = PagedEngine(start_replicator, planner, workers, wanted)
     try:
         yield engine

@@ -18,7 +18,6 @@ from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.server import EngineServer
 from kvlog.engines.step_loop import StepLoop, StepLoopOptions
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
-from kvlog.ids import Shard
 from tests.integration import one_request
 from tests.integration.fake_daemon import FakeDaemon, Knobs
 
@@ -70,7 +69,7 @@ def serving_beside_a_daemon(path: Path) -> Iterator[Served]:
 @contextmanager
 def serving(path: Path, *, acked: AckedOptions | None = None, **options) -> Iterator[Served]:
     """An engine in this process, on a free port of 127.0.0.1."""
-    replicator = Replicator(ReplicatorOptions(socket=path, close_seconds=0.2), MODEL.identity, Shard(0))
+    replicator = Replicator(ReplicatorOptions(socket=path, close_seconds=0.2), MODEL.identity)
     loop = StepLoop(MODEL, replicator, StepLoopOptions(**options))
     config = uvicorn.Config(
         EngineServer(MODEL, loop, replicator, acked).app(),

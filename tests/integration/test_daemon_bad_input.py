@@ -13,10 +13,10 @@ import pytest
 
 from kvlog.checksums import digest
 from kvlog.errors import ConfigError
-from kvlog.ids import Offset, Partition, Shard, Writer
+from kvlog.ids import Offset, Partition, Writer
 from kvlog.layout import DType, Identity, Layout
 from kvlog.link.client import ClientOptions, connect
-from kvlog.link.messages import PROTOCOL, Hello
+from kvlog.link.messages import PROTOCOL, EngineRank, Hello
 from kvlog.log.base import AppendRequest
 from kvlog.log.local import LocalLog, LocalLogOptions
 from kvlog.records import Delta, kind_of
@@ -168,7 +168,7 @@ def test_engine_of_an_impossible_layout_is_refused_and_others_are_served(tmp_pat
     node = Node.start(tmp_path, "a", f"file://{tmp_path}/log")
     try:
         layout = Layout(layers=2, planes=3, kv_heads=1, head_dim=64, dtype=DType.FLOAT16)
-        hello = Hello(PROTOCOL, "odd", 1, Identity(digest(b"m"), digest(b"w"), layout, 1), Shard(0))
+        hello = Hello(PROTOCOL, "odd", 1, Identity(digest(b"m"), digest(b"w"), layout, 1), EngineRank())
         with pytest.raises(ConfigError, match="No claim can carry it"):
             connect(tmp_path / "a.sock", hello, ClientOptions())
         assert True is whole(node, "s", max_tokens=3).kvlog["logged"]

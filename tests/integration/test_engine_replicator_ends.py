@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from kvlog.engines.turn_state import TurnRequest, TurnState
 from kvlog.engines.turns import LoadCounts, TurnHandle
-from kvlog.link.messages import EndedReason
+from kvlog.link.messages import EndedReason, EngineRank
 from tests.integration.fake_daemon import FakeDaemon
 from tests.integration.one_request import MODEL, ROW_BYTES, SECONDS, Engine, S, linked, replicating, wait_for
 
@@ -115,3 +116,32 @@ def test_replicator_that_leaves_has_said_where_its_last_turn_ended(tmp_path):
         replicator.close()
         wait_for(lambda: running.daemon.causes)
         assert [engine.cache.length] == [turn.closed_at for turn in running.daemon.turns.values()]
+
+
+def test_replicator_of_a_rank_that_only_reads_writes_nothing_and_waits_for_nobody(tmp_path):
+    """Neither while it has a link nor at its end, when it has lost it: the first rank writes."""
+    path = tmp_path / "s"
+    with (
+        FakeDaemon.running(path) as running,
+        replicating(path, EngineRank(1, 2), close_seconds=5) as replicator,
+    ):
+        assert replicator.wait_connected(SECONDS)
+        engine = Engine(replicator)
+        engine.step(20)
+        assert (True, None) == (engine.handle.logged, engine.handle.cursor)
+        assert not engine.handle.may_write_more(engine.cache)
+        assert [EngineRank(1, 2)] == [peer.hello.rank for peer in running.daemon.peers]
+        replicator._connect = lambda: None
+        running.call(lambda: running.daemon.peers[0].close("cut by the test"))
+        wait_for(lambda: not replicator.connected)
+        began = time.monotonic()
+        assert not engine.handle.may_write_more(engine.cache)
+        engine.close()
+        assert time.monotonic() - began < 1
+        counts = replicator.counts
+        assert (0, 0, 0, {}) == (
+            counts.rows,
+            counts.ring_full,
+            counts.turns_cut,
+            {session: held.rows for session, held in running.daemon.sessions.items() if held.rows},
+        )

@@ -15,7 +15,7 @@ from kvlog.engines.replicator import Replicator, ReplicatorOptions
 from kvlog.engines.sampler import Sampler
 from kvlog.engines.step_loop import StepLoop, StepLoopOptions
 from kvlog.engines.synthetic import SyntheticCache, SyntheticModel, SyntheticOptions
-from kvlog.ids import SessionId, Shard
+from kvlog.ids import SessionId
 from kvlog.link.messages import UnloggedReason
 from tests.integration import one_request
 from tests.integration.fake_daemon import FakeDaemon, Knobs
@@ -75,7 +75,7 @@ class Looping:
 @contextmanager
 def looping(path: Path, *, replicator: dict[str, float] | None = None, **options) -> Iterator[Looping]:
     """A loop that has found its daemon, if there is one."""
-    made = Replicator(ReplicatorOptions(socket=path, **(replicator or {})), MODEL.identity, Shard(0))  # type: ignore[arg-type]
+    made = Replicator(ReplicatorOptions(socket=path, **(replicator or {})), MODEL.identity)  # type: ignore[arg-type]
     made.start()
     made.wait_connected(1.0)
     loop = StepLoop(MODEL, made, StepLoopOptions(**options))

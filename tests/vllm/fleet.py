@@ -3,7 +3,7 @@
 A: blocks of 128, prefill in chunks of 64, loads within a step. B: blocks of 32, and so few that several long requests
 do not fit; loads beside the steps. C, when it is asked for: drafts from the prompt, and the prefills of two requests in
 one step. D and E, when they are asked for: a model with latent attention (MLA); vLLM's CPU kernel for it has blocks of
-16 and neither chunks nor a prefix cache. P and Q: two ranks, a core each.
+16 and neither chunks nor a prefix cache. P and Q: two ranks, a core each. M and N: both.
 """
 
 from __future__ import annotations
@@ -60,21 +60,29 @@ _OPTIONS: Final = {
     "e": (),
     "p": ("--tensor-parallel-size", "2", "--max-num-batched-tokens", "64"),
     "q": ("--tensor-parallel-size", "2", "--block-size", "32"),
+    "m": ("--tensor-parallel-size", "2"),
+    "n": ("--tensor-parallel-size", "2"),
 }
 _EXTRA: Final[dict[str, dict[str, object]]] = {
     "a": {"load_step_bytes": 8 << 20},
-    "d": {"load_step_bytes": 8 << 20},
+    "d": {"load_step_bytes": 8 << 20, "wait_seconds": 10},
+    "e": {"wait_seconds": 10},
     "p": {"load_step_bytes": 8 << 20, "wait_seconds": 10},
     "q": {"wait_seconds": 10},
+    "m": {"wait_seconds": 10},
+    "n": {"load_step_bytes": 8 << 20, "wait_seconds": 10},
 }
-_CORES: Final = {"p": "0|1", "q": "0|1"}
+_CORES: Final = dict.fromkeys("pqmn", "0|1")
 
 _TOKENS_MAX: Final = {"b": 1024}
+
+_WARMING_MAX: Final = 10
+"""Requests to a server that was started, until one is logged."""
 
 _TOGETHER: Final = {"a": "ab", "b": "ab", "d": "de", "e": "de"}
 """Which nodes are started side by side; the others alone."""
 
-_MODELS: Final = {"d": random_latent_folder, "e": random_latent_folder}
+_MODELS: Final = dict.fromkeys("demn", random_latent_folder)
 
 
 def prompt_of(test: str) -> tuple[int, ...]:
@@ -228,6 +236,7 @@ class Fleet:
         self.notes: list[str] = []
         self._answers: dict[str, list[int]] = {}
         self._reset: set[str] = set()
+        self._warm: dict[str, int] = {}
         self._forks: ForkedServers | None = None
         if os.environ.get("KVLOG_VLLM_FORKS"):
             self.fork_servers()
@@ -254,6 +263,7 @@ class Fleet:
         if session not in self._answers:
             self._answers[session] = self.serving(on).answer(session, prompt, count)
             turn = self.node(on).server.last_turn(session)
+            assert turn["logged"], f"{on} served {session} unlogged: see its daemon's turn_unlogged"
             assert turn["digests"] == self.logged(session).digests(turn["length"])
         return self._answers[session], self.logged(session)
 
@@ -315,5 +325,18 @@ class Fleet:
         (self._reset.add if to_reset else self._reset.discard)(name)
         for each in _TOGETHER.get(name, name):  # both at once: they start side by side
             self._nodes[each].launch()
-        self._nodes[name].server.wait_ready()
-        return self._nodes[name]
+        node = self._nodes[name]
+        node.server.wait_ready()
+        if self._warm.get(name) != node.server.launches:
+            self._warm_up(node)
+            self._warm[name] = node.server.launches
+        return node
+
+    def _warm_up(self, node: VllmNode) -> None:
+        """Ask until an answer is logged: a server takes requests before its link is up, and serves them unlogged."""
+        for number in range(_WARMING_MAX):
+            session = f"warm-{node.name}-{node.server.launches}-{number}"
+            node.answer(session, prompt_of(session)[:20], 2)
+            if node.server.last_turn(session)["logged"]:
+                return
+        raise AssertionError(f"{node.name} answered {_WARMING_MAX} requests, and logged none of them")

@@ -96,6 +96,7 @@ class VllmServer:
     """One `vllm serve`, with the watched connector, or without any.
 
     `folders`: for temporary files, of all servers that this process has launched; gone when their servers are.
+    `launches`: how often this one was started.
     `forks`: whose fork it is; None: it is started from nothing.
     """
 
@@ -114,6 +115,7 @@ class VllmServer:
         self._temporary: Path | None = None
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self.forks: ForkedServers | None = None
+        self.launches = 0
 
     def launch(self, link: Path | None, *options: str, **extra: object) -> None:
         """Start it; it is not there yet.
@@ -145,6 +147,7 @@ class VllmServer:
             "KVLOG_TEST_FAIL_LOADS": str(self._fail_loads),
         }
         self._process = self._start([str(one) for one in arguments], environment)
+        self.launches += 1
 
     def _start(
         self, arguments: list[str], environment: dict[str, str]
@@ -234,15 +237,13 @@ class VllmServer:
 
     def newest_turn(self) -> dict[str, Any] | None:
         """The turn of any session that ended last; None: none has."""
-        lines = self.watch.read_text().splitlines() if self.watch.exists() else []
-        newest: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
-        return newest
+        told = _told(self.watch)
+        return told[-1] if told else None
 
     def turns(self, session: str, rank: int = 0) -> list[dict[str, Any]]:
         """What the watched connector of one rank said of a session's ended turns."""
         watch = self.watch if rank == 0 else Path(f"{self.watch}.{rank}")
-        lines = watch.read_text().splitlines() if watch.exists() else []
-        return [line for line in map(json.loads, lines) if line["session"] == session]
+        return [turn for turn in _told(watch) if turn["session"] == session]
 
     def last_turn(self, session: str, count: int = 1, rank: int = 0) -> dict[str, Any]:
         """The newest ended turn of a session, once there are so many."""
@@ -251,6 +252,12 @@ class VllmServer:
             what=f"turn {count} of {session} ended at {self.name}",
         )
         return self.turns(session, rank)[-1]
+
+
+def _told(watch: Path) -> list[dict[str, Any]]:
+    """Every turn that a watched connector has told of, as far as it has come: a line may still be written."""
+    lines = watch.read_text().splitlines(keepends=True) if watch.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @dataclass(frozen=True)

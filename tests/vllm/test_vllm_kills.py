@@ -203,17 +203,19 @@ def _kill(fates: Fates, talks: list[Talk], chance: random.Random) -> tuple[int, 
         if len(fates.up) < 2:
             time.sleep(0.2)
             continue
-        victim = chance.choice(fates.up)
-        until(partial(_works, victim, talks), seconds=60, what=f"work for {victim.name}")
+        working = partial(_working, fates.up, talks)
+        until(lambda: bool(working()), seconds=60, what="work for a node that is up")  # noqa: B023
+        victim = chance.choice(working() or fates.up)
         time.sleep(chance.uniform(0, 1.0))
-        in_answer += _works(victim, talks)
+        in_answer += victim in _working([victim], talks)
         fates.kill(victim)
         kills += 1
     return kills, in_answer
 
 
-def _works(node: VllmNode, talks: list[Talk]) -> bool:
-    return any(talk.serving is node for talk in talks)
+def _working(nodes: list[VllmNode], talks: list[Talk]) -> list[VllmNode]:
+    """Those that have a request."""
+    return [node for node in nodes if any(talk.serving is node for talk in talks)]
 
 
 def _assert_logged(fleet: Fleet, talk: Talk, seed: int) -> int:

@@ -52,8 +52,9 @@ def test_second_turn_of_a_latent_session_loads_the_first(fleet: Fleet) -> None:
     expected, undisturbed = fleet.undisturbed(prompt, 100, on="d")
     node.answer("latent-turns", prompt, 60)
     node.server.last_turn("latent-turns")
-    assert expected[60:] == node.answer("latent-turns", [*prompt, *expected[:60]], 40)
+    answer = node.answer("latent-turns", [*prompt, *expected[:60]], 40)
     assert len(prompt) + 59 == _loaded(fleet, node, "latent-turns", 2)
+    assert expected[60:] == answer
     assert undisturbed.digests(len(prompt) + 99) == fleet.logged("latent-turns").digests(len(prompt) + 99)
     node.answer("latent-turns", [*prompt, *expected, 7, 8, 9], 40)
     assert len(prompt) + 99 == _loaded(fleet, node, "latent-turns", 3)
@@ -73,8 +74,9 @@ def test_flipped_byte_in_a_latent_log_is_refused_and_computed(fleet: Fleet) -> N
     start = asyncio.run(copy_whole_and_damaged(fleet.log_url, "latent-origin"))
     known = [*prompt, *expected[:60]]
     node = fleet.serving("e")
-    assert expected[60:] == node.answer("latent-origin-whole", known, 40, kv_transfer_params=TAKE_OVER)
+    answer = node.answer("latent-origin-whole", known, 40, kv_transfer_params=TAKE_OVER)
     assert len(known) - 1 == _loaded(fleet, node, "latent-origin-whole")
+    assert expected[60:] == answer
     for session, loaded in (("latent-origin-damaged", start), ("latent-new", 0)):
         answer = node.answer(session, known, 40, kv_transfer_params=TAKE_OVER)
         assert loaded == _loaded(fleet, node, session), session

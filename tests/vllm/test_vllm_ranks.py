@@ -101,10 +101,12 @@ def test_answer_of_two_ranks_goes_on_on_another_server_of_two_ranks(fleet: Fleet
     assert equal_below(fleet, ("origin-ranks-damaged", "origin-ranks"), start)
 
 
-def test_vllms_scheduler_and_aggregator_serve_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["heads", "latent"])
+def test_vllms_scheduler_and_aggregator_serve_two_ranks(tmp_path: Path, kind: str) -> None:
     """Without a model: all load, or all compute what one could not load, and the log has each rank's own rows.
 
-    Three turns of one session over a real daemon; the third one's load fails on the second rank.
+    Three turns of one session over a real daemon; the third one's load fails on the second rank. Latent rows are the
+    same on both: the first one logs them, and an engine of one rank goes on with them.
     """
     if reason := why_not():
         pytest.skip(f"NOT TESTED: {reason}")
@@ -113,12 +115,16 @@ def test_vllms_scheduler_and_aggregator_serve_two_ranks(tmp_path: Path) -> None:
     try:
         node.start_daemon()
         node.wait_log()
-        told = _two_ranks(node)
+        told = _two_ranks(node, kind)
     finally:
         node.close()
     assert ({}, [129, 129], [0, 1]) == (told["unlogged"], told["loaded"], told["failures"])
     assert [129 + 151, 129] == told["loaded_third"]
-    for rank in RANKS:
+    shards = RANKS if kind == "heads" else RANKS[:1]
+    assert [rank in shards for rank in RANKS] == [rows > 0 for rows in told["written"]]
+    if kind == "latent":
+        assert len(told["tokens"]) - 7 == told["loaded_alone"]
+    for rank in shards:
         logged = logged_session(url, "s", tmp_path, rank)
         assert told["tokens"][:-1] == logged.tokens
         positions = range(logged.rows)
@@ -126,10 +132,10 @@ def test_vllms_scheduler_and_aggregator_serve_two_ranks(tmp_path: Path) -> None:
         assert told["rows"][rank] == [checksum(row) for row in rows]
 
 
-def _two_ranks(node: Node) -> dict[str, Any]:
+def _two_ranks(node: Node, kind: str) -> dict[str, Any]:
     command = [str(vllm_python()), "-m", "tests.vllm.two_ranks", str(random_folder())]
     done = subprocess.run(
-        [*command, str(node.folder / "a.sock")],
+        [*command, str(node.folder / "a.sock"), kind],
         capture_output=True,
         text=True,
         check=False,

@@ -1,8 +1,9 @@
 """Runs where vLLM is: its own scheduler and output aggregator with the connectors of two ranks, and no model.
 
-The rows of a rank are a function of the tokens up to their position and of the rank. Prints one JSON object.
+The rows of a rank are a function of the tokens up to their position and of the rank; latent ones are the same on all.
+Prints one JSON object.
 
-python -m tests.vllm.two_ranks FOLDER SOCKET
+python -m tests.vllm.two_ranks FOLDER SOCKET heads|latent
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from kvlog.engines import vllm as connector_module
 from kvlog.engines.vllm import KvlogConnector
 
 RANKS, LAYERS, SIZE, BLOCKS, DIM = 2, 3, 16, 64, 32
-SPEC = {"block_size": SIZE, "num_kv_heads": 1, "head_size": DIM, "dtype": torch.float32}
+LATENT, ROTARY = 24, 2 * DIM - 24
+SPEC = {"block_size": SIZE, "num_kv_heads": 1, "dtype": torch.float32}
 NAMES = [f"model.layers.{layer}.attn" for layer in range(LAYERS)]
 
 
@@ -49,10 +51,27 @@ def _write(module: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
         cache[slot // SIZE, :, slot % SIZE, DIM:] = value
 
 
+def _write_latents(latents: Any, rotary: Any, cache: Any, slots: Any, *_: Any) -> None:
+    """As a kernel of latent attention does: both parts side by side, in a cache without heads."""
+    for latent, turned, slot in zip(latents, rotary, slots.tolist(), strict=True):
+        cache[slot // SIZE, slot % SIZE, :LATENT] = latent
+        cache[slot // SIZE, slot % SIZE, LATENT:] = turned[0]
+
+
+def _module(*, latent: bool) -> Any:
+    """As much of an attention layer as is asked for."""
+    kernel = SimpleNamespace(get_name=lambda: "CPU_MLA" if latent else "CPU_ATTN")
+    impl = SimpleNamespace(do_kv_cache_update=_write_latents if latent else _write)
+    return SimpleNamespace(
+        impl=impl, attn_backend=kernel, kv_lora_rank=LATENT, kv_cache_dtype="auto", _k_scale=None
+    )
+
+
 class Engine:
     """Steps as vLLM makes them."""
 
-    def __init__(self, folder: str, socket: str) -> None:
+    def __init__(self, folder: str, socket: str, *, ranks: int = RANKS, latent: bool = False) -> None:
+        self.latent = latent
         transfer = {
             "kv_connector": "KvlogConnector",
             "kv_connector_module_path": "kvlog.engines.vllm",
@@ -65,7 +84,7 @@ class Engine:
             max_model_len=512,
             dtype="float32",
             block_size=SIZE,
-            tensor_parallel_size=RANKS,
+            tensor_parallel_size=ranks,
             max_num_batched_tokens=64,
             enable_prefix_caching=False,
             async_scheduling=False,
@@ -73,15 +92,13 @@ class Engine:
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = BLOCKS
         for name in NAMES:
-            impl = SimpleNamespace(do_kv_cache_update=_write)
-            kernel = SimpleNamespace(get_name=lambda: "CPU_ATTN")
-            module = SimpleNamespace(impl=impl, attn_backend=kernel)
-            config.compilation_config.static_forward_context[name] = module
-        group = kv.KVCacheGroupSpec(NAMES, kv.FullAttentionSpec(**SPEC))
+            config.compilation_config.static_forward_context[name] = _module(latent=latent)
+        spec = kv.MLAAttentionSpec if latent else kv.FullAttentionSpec
+        group = kv.KVCacheGroupSpec(NAMES, spec(**SPEC, head_size=2 * DIM if latent else DIM))
         cache = kv.KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[group])
         self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), SIZE)
-        self.aggregator = KVOutputAggregator(RANKS)
-        self.caches = [{name: torch.zeros(BLOCKS, 1, SIZE, 2 * DIM) for name in NAMES} for _ in range(RANKS)]
+        self.aggregator = KVOutputAggregator(ranks)
+        self.caches = [{name: torch.zeros(BLOCKS, 1, SIZE, 2 * DIM) for name in NAMES} for _ in range(ranks)]
         self.workers: list[Any] = []
         for rank, caches in enumerate(self.caches):
             worker = KvlogConnector(config, KVConnectorRole.WORKER, cache)
@@ -152,11 +169,11 @@ class Engine:
         unfilled = {block for worker in self.workers for block in worker._working.worker._failed_blocks}
         spoilt = not unfilled.isdisjoint(blocks)
         tokens, end = list(request.all_token_ids), request.num_computed_tokens
-        for rank, position in itertools.product(range(RANKS), range(end - count, end)):
-            row = row_of(tokens, position, rank) + spoilt
-            slot = torch.tensor([blocks[position // SIZE] * SIZE + position % SIZE])
+        for rank, position in itertools.product(range(len(self.caches)), range(end - count, end)):
+            row = row_of(tokens, position, 0 if self.latent else rank) + spoilt
+            block, at = blocks[position // SIZE], position % SIZE
             for layer, cache in enumerate(self.caches[rank].values()):
-                _write(None, row[layer, 0][None, None], row[layer, 1][None, None], cache, slot)
+                cache[block, :, at] = row[layer].flatten()
 
     def _drawn(self, name: str) -> list[int]:
         request = self.scheduler.requests[name]
@@ -165,9 +182,10 @@ class Engine:
         return [checksum(repr(list(request.all_token_ids)).encode()) % 250]
 
 
-def main(folder: str, socket: str) -> None:
-    """Two turns, and a third whose load fails on the second rank."""
-    engine = Engine(folder, socket)
+def main(folder: str, socket: str, kind: str) -> None:
+    """Two turns, and a third whose load fails on the second rank; of latent rows also a fourth, on one rank."""
+    latent = kind == "latent"
+    engine = Engine(folder, socket, latent=latent)
     halves = [worker._working.worker for worker in engine.workers]
     told: dict[str, Any] = {}
     first = engine.answer("r1", "s", list(range(100, 200)), 30)
@@ -189,10 +207,17 @@ def main(folder: str, socket: str) -> None:
     told["failures"] = [half.counts.load_failures for half in halves]
     told["loaded_third"] = [half.counts.rows_loaded for half in halves]
     told["tokens"] = third
+    told["written"] = [half.replicator.counts.rows for half in halves]
     told["unlogged"] = engine.scheduler.connector._planning._planner.unlogged
     time.sleep(1)
     for worker in engine.workers:
         worker.shutdown()
+    if latent:
+        alone = Engine(folder, socket, ranks=1, latent=True)
+        told["tokens"] = third = alone.answer("r4", "s", [*third, 7], 5)
+        told["loaded_alone"] = alone.workers[0]._working.worker.counts.rows_loaded
+        time.sleep(1)
+        alone.workers[0].shutdown()
     told["rows"] = [
         [checksum(row_of(third, position, rank).numpy().tobytes()) for position in range(len(third) - 1)]
         for rank in range(RANKS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,24 +15,28 @@ from kvlog.ids import Epoch, NodeId, Position, Shard
 from kvlog.link import messages as link
 from kvlog.link.server import Accepted
 from kvlog.modes import FULL
-from tests.unit.daemon.rewriting_bench import CONTEXT, IDENTITY, ROW, SHARDS, Bench, S, rows
+from tests.unit.daemon.rewriting_bench import CONTEXT, IDENTITY, ROW, Bench, S, rows
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
+    from kvlog.layout import Identity
     from kvlog.link.server import Peer
 
 WAIT_MS = 300
+RANKS = 2
+REPLICATED = replace(IDENTITY, shards=1)
+"""Of an engine whose ranks all have the same rows: the first one logs them."""
 
 
 class RankLink:
     """One rank's link: what it was told, and its ring from the engine's end."""
 
-    def __init__(self, bench: RanksBench, shard: int) -> None:
-        self.hello = link.Hello(link.PROTOCOL, "test", 1, IDENTITY, Shard(shard))
+    def __init__(self, bench: RanksBench, rank: int) -> None:
+        self.hello = link.Hello(link.PROTOCOL, "test", 1, bench.identity, link.EngineRank(rank, RANKS))
         self.credentials = SimpleNamespace(pid=1)
         self.told: list[Any] = []
-        self.shard = Shard(shard)
+        self.shard = self.hello.shard
         self._bench = bench
         self._asks: set[asyncio.Task[None]] = set()
         self._requests = 0
@@ -126,8 +131,9 @@ class RankLink:
 class RanksBench(Bench):
     """One node. `held` entries of the log are read back when `let_go` says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Identity = IDENTITY) -> None:
         super().__init__()
+        self.identity = identity
         options = ControlOptions(
             node=NodeId("a"), incarnation=bytes(16), ring_bytes=1 << 16, claim_wait_ms_max=10_000, mode=FULL
         )
@@ -157,9 +163,9 @@ class RanksBench(Bench):
         """Ring the doorbell."""
         self.control._engines[rank.peer].intake.wake()
 
-    async def rank(self, shard: int) -> RankLink:
+    async def rank(self, number: int) -> RankLink:
         """Another rank, connected."""
-        rank = RankLink(self, shard)
+        rank = RankLink(self, number)
         await rank.connect()
         self.links.append(rank)
         return rank
@@ -185,13 +191,13 @@ class RanksBench(Bench):
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[tuple[RanksBench, list[RankLink]]]:
-    """A node, and an engine of two ranks."""
-    bench = RanksBench()
+async def running(identity: Identity = IDENTITY) -> AsyncIterator[tuple[RanksBench, list[RankLink]]]:
+    """A node, and an engine of two ranks; of REPLICATED, both have the same rows."""
+    bench = RanksBench(identity)
     task = asyncio.create_task(bench.control.run())
     await asyncio.sleep(0)
     try:
-        yield bench, [await bench.rank(shard) for shard in range(SHARDS)]
+        yield bench, [await bench.rank(number) for number in range(RANKS)]
     finally:
         for rank in bench.links:
             await rank.die()

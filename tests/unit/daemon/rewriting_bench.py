@@ -76,6 +76,8 @@ class FakePublisher:
 class Bench:
     """One node. `answers` is what its engine was told."""
 
+    identity = IDENTITY
+
     def __init__(self, *, blocks: int = 64, when_left: float = 0.25, size_bytes: int | None = None) -> None:
         self.log: list[Entry] = []
         self.answers: list[Any] = []
@@ -185,7 +187,7 @@ class Bench:
     def rival_claim(self) -> Claim:
         """Another node claims the session, and is the first to do so."""
         writer, nonce = Writer(b"b" * 16), Nonce(b"n" * 16)
-        rival = Claim(S, Epoch(len(self.log) + 1), writer, nonce, NodeId("b"), IDENTITY, CONTEXT)
+        rival = Claim(S, Epoch(len(self.log) + 1), writer, nonce, NodeId("b"), self.identity, CONTEXT)
         self.land(Entry(rival, header_bytes(rival), 0, memoryview(b"")))
         return rival
 

@@ -9,14 +9,16 @@ from typing import Any
 from daemon.control import ControlOptions, EngineControl
 from daemon.turns import OpenTurnEntry, Rank, TurnRegistry
 from kvlog.buffers.ring import session_hash
+from kvlog.checksums import digest
 from kvlog.core import effects as fx
 from kvlog.ids import Epoch, NodeId, SessionId, Turn
-from kvlog.layout import DType, Layout
+from kvlog.layout import DType, Identity, Layout
 from kvlog.limits import DEFAULT
 from kvlog.link import messages as link
 from kvlog.modes import FULL
 
 S = SessionId("s")
+LAYOUT = Layout(1, 2, 1, 4, DType.FLOAT32)
 
 
 def control(turns: TurnRegistry, stepped: list[Any]) -> EngineControl:
@@ -43,15 +45,15 @@ def control(turns: TurnRegistry, stepped: list[Any]) -> EngineControl:
 
 def closing_entry(peer: Any) -> OpenTurnEntry:
     """A turn that its engine has closed; 100 bytes of its ring are still to be read."""
-    layout = Layout(1, 2, 1, 4, DType.FLOAT32)
-    entry = OpenTurnEntry((Rank(peer),), S, Turn(1), Epoch(1), FULL, layout, session_hash(S))
+    entry = OpenTurnEntry((Rank(peer),), S, Turn(1), Epoch(1), FULL, LAYOUT, session_hash(S))
     entry.ranks[0].closing_at = 100
     return entry
 
 
 def one_process() -> Any:  # as little of a Peer as is asked for
     """An engine of one process."""
-    return SimpleNamespace(hello=SimpleNamespace(identity=SimpleNamespace(shards=1), shard=0))
+    identity = Identity(digest(b"m"), digest(b"w"), LAYOUT, 1)
+    return SimpleNamespace(hello=link.Hello(link.PROTOCOL, "test", 1, identity, link.EngineRank()))
 
 
 def ask(wait_ms: int) -> link.OpenTurn:

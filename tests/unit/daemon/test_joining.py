@@ -12,7 +12,7 @@ import pytest
 
 from daemon.joining import JointAsk, RankAsk, RankJoiner
 from kvlog.checksums import digest
-from kvlog.ids import Epoch, SessionId, Shard
+from kvlog.ids import Epoch, SessionId
 from kvlog.layout import DType, Identity, Layout
 from kvlog.link import messages as link
 from kvlog.modes import FULL, IDS
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 IDENTITY = Identity(digest(b"m"), digest(b"w"), Layout(1, 2, 1, 4, DType.FLOAT32), 3)
+ALIKE = replace(IDENTITY, shards=1)
+"""Of ranks that all have the same rows."""
 TOKENS = link.pack_tokens([1, 2, 3, 4])
 MESSAGE = link.OpenTurn(
     link.RequestNumber(7),
@@ -35,11 +37,14 @@ MESSAGE = link.OpenTurn(
 )
 
 
-def ask(shard: int, message: link.OpenTurn = MESSAGE, identity: Identity = IDENTITY) -> RankAsk:
+def ask(
+    rank: int, message: link.OpenTurn = MESSAGE, identity: Identity = IDENTITY, ranks: int = 3
+) -> RankAsk:
     """One rank's question, on a link of its own."""
-    peer: Any = SimpleNamespace(hello=SimpleNamespace(identity=identity, shard=Shard(shard)))
+    hello = link.Hello(link.PROTOCOL, "test", 1, identity, link.EngineRank(rank, ranks))
+    peer: Any = SimpleNamespace(hello=hello)
     answer: asyncio.Future[link.TurnUnlogged | None] = asyncio.get_running_loop().create_future()
-    return RankAsk(peer, message, 10.0 + shard, 11.0 + shard, answer)
+    return RankAsk(peer, message, 10.0 + rank, 11.0 + rank, answer)
 
 
 def reason(asked: RankAsk) -> link.UnloggedReason | None:
@@ -61,13 +66,24 @@ async def test_ranks_are_one_when_the_last_has_asked_in_any_order(order: tuple[i
 
 async def test_engine_of_one_process_waits_for_nobody() -> None:
     """It needs no group."""
-    joint = RankJoiner().join(ask(0, replace(MESSAGE, group=b""), replace(IDENTITY, shards=1)))
+    joint = RankJoiner().join(ask(0, replace(MESSAGE, group=b""), ALIKE, 1))
     assert ((), False, True) == (joint.missing, joint.over, joint.whole.is_set())
 
 
-async def test_rank_without_a_group_is_refused_for_good() -> None:
+async def test_ranks_that_have_the_same_rows_wait_for_each_other_too() -> None:
+    """There is one shard to log, and each of them has to load it."""
+    joiner = RankJoiner()
+    joints = [joiner.join(ask(rank, MESSAGE, ALIKE)) for rank in (2, 0, 1)]
+    assert joints[0] is joints[2]
+    assert ((), True, [2, 0, 1]) == (joints[0].missing, joints[0].whole.is_set(), list(joints[0].asks))
+    assert [0, 0, 0] == [asked.shard for asked in joints[0].asks.values()]
+    assert ALIKE == joints[0].question(1).identity
+
+
+@pytest.mark.parametrize("identity", [IDENTITY, ALIKE], ids=["shards", "alike"])
+async def test_rank_without_a_group_is_refused_for_good(identity: Identity) -> None:
     """Nobody could say whose rank it is."""
-    alone = ask(0, replace(MESSAGE, group=b""))
+    alone = ask(0, replace(MESSAGE, group=b""), identity)
     assert RankJoiner().join(alone).over
     assert link.UnloggedReason.NOT_SUPPORTED is reason(alone)
 
@@ -91,9 +107,11 @@ async def test_groups_and_sessions_are_kept_apart() -> None:
             link.UnloggedReason.RANKS_DIFFER,
         ),
         (lambda: ask(1, MESSAGE, replace(IDENTITY, weights=digest(b"x"))), link.UnloggedReason.RANKS_DIFFER),
+        (lambda: ask(1, MESSAGE, ALIKE), link.UnloggedReason.RANKS_DIFFER),
+        (lambda: ask(1, MESSAGE, ALIKE, 2), link.UnloggedReason.RANKS_DIFFER),
         (lambda: ask(0), link.UnloggedReason.RANK_MISSING),
     ],
-    ids=["context", "mode", "tokens", "weights", "twin"],
+    ids=["context", "mode", "tokens", "weights", "shards", "ranks", "twin"],
 )
 async def test_rank_that_does_not_fit_is_refused_with_all_others(
     change: Callable[[], RankAsk], refused: link.UnloggedReason

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvlog.link import messages as link
-from tests.unit.daemon.ranks_bench import running, until
-from tests.unit.daemon.rewriting_bench import S, rows
+from tests.unit.daemon.ranks_bench import REPLICATED, running, until
+from tests.unit.daemon.rewriting_bench import IDENTITY, S, rows
 
 if TYPE_CHECKING:
+    from kvlog.layout import Identity
     from tests.unit.daemon.ranks_bench import RankLink, RanksBench
 
 TOKENS = tuple(range(100, 220))
@@ -55,21 +56,33 @@ class RankAtRandom:
             self.opened = None
 
 
+@dataclass(frozen=True)
+class Told:
+    """One answer that opened a turn."""
+
+    engine: int
+    rank: int
+    only_reads: bool
+    where: tuple[int, int]
+    attach: int
+
+
 class Schedule:
     """Draws what happens, and checks what must hold after each of it."""
 
     def __init__(self, bench: RanksBench, ranks: list[RankAtRandom], seed: int) -> None:
         self.bench = bench
         self.ranks = ranks
-        self.turns: dict[int, list[tuple[int, int, tuple[int, int, int]]]] = {}
+        self.turns: dict[int, list[Told]] = {}
         self.groups = [0, 0]
+        self.taken_in_again = 0
         self._random = random.Random(seed)
 
     async def step(self) -> None:
         """One thing that happens to one rank."""
         rank = self._random.choice(self.ranks)
         what = self._random.choices(
-            ("ask", "write", "close", "die", "claim", "rest"), weights=(30, 40, 8, 3, 1, 20)
+            ("ask", "write", "close", "die", "claim", "rest"), weights=(30, 40, 8, self._deaths(rank), 1, 20)
         )[0]
         if what == "ask" and not rank.waits and rank.opened is None:
             rank.waits = True
@@ -77,7 +90,9 @@ class Schedule:
             rank.line.ask(TOKENS, group, wait_ms=15, take_over=True)
         elif what == "write" and rank.opened is not None and rank.cursor < len(TOKENS):
             end = min(len(TOKENS), rank.cursor + self._random.randint(1, 5))
-            rank.line.write(rank.opened, rank.cursor, TOKENS[rank.cursor : end])
+            wrong = (7,) * (end - rank.cursor)  # what nobody may ever see in the log
+            tokens = wrong if rank.line.hello.only_reads else TOKENS[rank.cursor : end]
+            rank.line.write(rank.opened, rank.cursor, tokens)
             rank.cursor = end
         elif what == "close" and rank.opened is not None:
             self.groups[rank.engine] += 1
@@ -86,23 +101,33 @@ class Schedule:
                     each.close()
         elif what == "die":
             await rank.line.die()
-            shard = rank.line.shard
-            self.ranks[self.ranks.index(rank)] = RankAtRandom(rank.engine, await self.bench.rank(shard))
+            number = rank.line.hello.rank.rank
+            self.ranks[self.ranks.index(rank)] = RankAtRandom(rank.engine, await self.bench.rank(number))
         elif what == "claim":
             self.bench.rival_claim()
         elif what == "rest":
             await asyncio.sleep(self._random.choice((0, 0.001, 0.005)))
         self.check()
 
+    @staticmethod
+    def _deaths(rank: RankAtRandom) -> int:
+        """One that only reads comes back to its turn, which is worth a try more often."""
+        return 15 if rank.line.hello.only_reads else 3
+
     def check(self) -> None:
         """INV-JOINT, and that no shard holds what its rank has not computed."""
         for rank in self.ranks:
             for opened in rank.hear():
-                alike = (opened.epoch, opened.log_from, opened.attach_length)
+                hello, where = rank.line.hello, (opened.epoch, opened.log_from)
                 told = self.turns.setdefault(opened.turn, [])
-                told.append((rank.engine, rank.line.shard, alike))
-                assert 1 == len({(engine, said) for engine, _, said in told})
-                assert len(told) == len({shard for _, shard, _ in told})
+                one = Told(rank.engine, hello.rank.rank, hello.only_reads, where, opened.attach_length)
+                told.append(one)
+                assert 1 == len({(each.engine, each.where) for each in told})
+                assert len({each.attach for each in told if not each.only_reads}) <= 1
+                assert len({each.attach for each in told} - {0}) <= 1
+                if any(each.rank == one.rank for each in told[:-1]):  # it was taken in again
+                    assert (True, 0) == (one.only_reads, one.attach)
+                    self.taken_in_again += 1
         assert len(self.bench.turns) <= 1
         state = self.bench.shell.core.state(S)
         for shard, held in enumerate(state.shards if state is not None else ()):
@@ -111,11 +136,17 @@ class Schedule:
             assert rows(shard, 0, len(TOKENS))[: len(present)] == present
 
 
+@pytest.mark.parametrize("identity", [IDENTITY, REPLICATED], ids=["shards", "alike"])
 @pytest.mark.parametrize("seed", range(12))
-async def test_turns_of_ranks_are_whole_and_of_one_engine_in_any_schedule(seed: int) -> None:
-    """Ranks ask, write, close, die and come back in any order; rivals claim; afterwards the session can go on."""
-    async with running() as (bench, first):
-        second = [await bench.rank(shard) for shard in (0, 1)]
+async def test_turns_of_ranks_are_whole_and_of_one_engine_in_any_schedule(
+    seed: int, identity: Identity
+) -> None:
+    """Ranks ask, write, close, die and come back in any order; rivals claim; afterwards the session can go on.
+
+    Of ranks that have the same rows, the one that only reads writes nonsense into its ring.
+    """
+    async with running(identity) as (bench, first):
+        second = [await bench.rank(number) for number in (0, 1)]
         ranks = [RankAtRandom(engine, one) for engine, pair in enumerate((first, second)) for one in pair]
         schedule = Schedule(bench, ranks, seed)
         for _ in range(STEPS):

@@ -22,7 +22,7 @@ from kvlog.engines.step_plan import (
 )
 from kvlog.engines.step_planner import NewRequest, PlannerOptions, Scheduled, StepPlanner, watermark
 from kvlog.engines.turn_state import TurnRequest
-from kvlog.ids import SessionId, Shard
+from kvlog.ids import SessionId
 from kvlog.link.messages import unpack_tokens
 
 TURN = TurnRequest(session=SessionId("s"))
@@ -34,9 +34,9 @@ def planner(**options: Any) -> StepPlanner:
     return StepPlanner(PlannerOptions(**{"held_blocks_max": 100, **options}))
 
 
-def ready(length: int, key: int = 1, shard: int = 0, start: int = 0) -> StepReport:
+def ready(length: int, key: int = 1, rank: int = 0, start: int = 0) -> StepReport:
     """A worker's answer."""
-    return StepReport(ready=(Ready(TurnKey(key), Shard(shard), start, length, logged=True),))
+    return StepReport(ready=(Ready(TurnKey(key), rank, start, length, logged=True),))
 
 
 def asked(tokens: list[int], **options: Any) -> StepPlanner:
@@ -127,25 +127,25 @@ def test_request_whose_local_prefix_has_left_loads_nothing():
     assert [0, 8] == [one.matched("r", local, 0.0) for local in (16, 32)]
 
 
-def test_request_of_several_shards_takes_the_shortest():
+def test_request_of_several_ranks_takes_the_shortest():
     """A missing rank is waited for, a lagging one shortens the prefix."""
-    one = asked(list(range(50)), shards=2)
-    one.take(ready(40, shard=0))
+    one = asked(list(range(50)), ranks=2)
+    one.take(ready(40, rank=0))
     assert one.matched("r", 0, 0.0) is None
-    one.take(ready(30, shard=1))
+    one.take(ready(30, rank=1))
     assert 30 == one.matched("r", 0, 0.0)
 
 
-def test_request_of_several_shards_waits_for_the_last():
+def test_request_of_several_ranks_waits_for_the_last():
     """A rank that has not said ready may have nothing."""
-    one = asked([1] * 100, shards=2)
+    one = asked([1] * 100, ranks=2)
     one.take(ready(80))
     assert one.matched("r", 0, 1.0) is None
-    one.take(ready(80, shard=1))
+    one.take(ready(80, rank=1))
     assert 80 == one.matched("r", 0, 1.0)
 
 
-def test_turn_of_several_shards_has_a_group_of_its_own():
+def test_turn_of_several_ranks_has_a_group_of_its_own():
     """The same on every rank, another for every turn and every engine; one process needs none."""
 
     def groups(**options: Any) -> list[bytes]:
@@ -156,14 +156,14 @@ def test_turn_of_several_shards_has_a_group_of_its_own():
         return [ask.request.group for ask in one.plan((), ()).opens]
 
     assert [b"", b""] == groups()
-    names = [*groups(shards=2, instance=b"x"), *groups(shards=2, instance=b"y")]
+    names = [*groups(ranks=2, instance=b"x"), *groups(ranks=2, instance=b"y")]
     assert [16] * 4 == [len(name) for name in names]
     assert 4 == len(set(names))
 
 
 def test_turn_that_one_rank_cannot_log_ends_on_all():
     """Once, whoever says so first; the request goes on unlogged."""
-    one = asked([1, 2, 3], shards=2)
+    one = asked([1, 2, 3], ranks=2)
     one.take(StepReport(dropped=(Dropped(FIRST, "busy"),)))
     one.take(StepReport(dropped=(Dropped(FIRST, "busy"),)))
     assert ((CloseAsk(FIRST),), {"busy": 1}) == (one.plan((), ()).closes, one.unlogged)
@@ -262,7 +262,7 @@ def test_dropped_turn_of_one_rank_ends_a_session_that_nobody_can_ask_for(
     cause: str, *, named: bool, forget: bool
 ):
     """The other ranks forget it when they close: the request's own end finds their turns gone. Never another node's."""
-    one = planner(shards=2)
+    one = planner(ranks=2)
     one.add(NewRequest("r", TURN, [1, 2], named=named))
     one.matched("r", 0, 0.0)
     one.take(StepReport(dropped=(Dropped(FIRST, cause),)))
@@ -311,7 +311,7 @@ def test_load_that_has_failed_counts_for_nothing_and_is_not_tried_again():
     one.take(ready(4))
     assert 4 == one.matched("r", 0, 0.0)
     one.allocated("r", [7], 4)
-    one.take(StepReport(failed=(FIRST, FIRST)))  # two shards say so
+    one.take(StepReport(failed=(FIRST, FIRST)))  # two ranks say so
     assert one.matched("r", 0, 0.0) is None
     (again,) = one.plan((), ()).opens
     assert (TurnKey(2), FIRST) == (again.key, again.previous)

@@ -16,7 +16,7 @@ import pytest
 from kvlog.engines.step_plan import Ready, StepPlan, StepReport, TurnKey
 from kvlog.engines.step_planner import NewRequest, PlannerOptions, Scheduled, StepPlanner
 from kvlog.engines.turn_state import TurnRequest
-from kvlog.ids import SessionId, Shard
+from kvlog.ids import SessionId
 from kvlog.link.messages import unpack_tokens
 
 TURN = TurnRequest(session=SessionId("s"))
@@ -69,7 +69,7 @@ class Ahead:
         plan = self.planner.plan((), ())
         self.worker.before(plan)
         self.key = plan.opens[0].key
-        self.planner.take(StepReport(ready=(Ready(self.key, Shard(0), 0, 0, logged=True),)))
+        self.planner.take(StepReport(ready=(Ready(self.key, 0, 0, 0, logged=True),)))
         assert 0 == self.planner.matched("r", 0, 0.0)
         self.planner.allocated("r", [0], 0)
         self.fresh = True

@@ -168,3 +168,17 @@ def test_write_step_cache_that_fails_leaves_no_entry(ring):
         write(writer, [RowSource(one.cursor, cast("RowCache", Broken()), one.tokens)])
     assert reader.peek() is None
     assert Written(2, full=False) == write(writer, [one])
+
+
+def test_write_step_rank_that_only_reads_writes_nothing_and_is_never_behind(ring):
+    """Another one writes the same rows; in one step with others it takes nothing of the budget either."""
+    writer, reader = ring
+    one, other = source(1, 5), source(2, 5)
+    one.cursor.only_reads = True
+    assert (0, 5) == (one.behind, other.behind)
+    assert Written(0, full=False) == write(writer, [one])
+    assert Written(5, full=False) == write(writer, [one, other])
+    assert (0, 5) == (one.cursor.position, other.cursor.position)
+    entry = reader.peek()
+    assert entry is not None
+    assert [2] == [part.row.turn for part in entry.parts()]

@@ -17,7 +17,6 @@ from kvlog.engines.vllm_adapters import AdapterDigests
 from kvlog.engines.vllm_requests import context_digest
 from kvlog.engines.vllm_scheduler import EngineShape, SchedulerHalf
 from kvlog.engines.vllm_settings import ConnectorSettings
-from kvlog.ids import Shard
 from tests.unit.engines.lora_folder import adapter, lora
 
 KEY = TurnKey(1)
@@ -80,7 +79,7 @@ def verified(half: SchedulerHalf, rows: int, of: Any) -> None:
     half.on_new_request(of)
     assert (None, False) == half.matched_tokens(of, 0)
     assert 1 == len(half.plan(output()).opens)
-    half.take(StepReport(ready=(Ready(KEY, Shard(0), 0, rows, logged=True),)), None)
+    half.take(StepReport(ready=(Ready(KEY, 0, 0, rows, logged=True),)), None)
 
 
 def test_steps_are_read_from_vllms_outputs(half):

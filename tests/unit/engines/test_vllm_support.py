@@ -81,11 +81,14 @@ def test_latent_attention_is_served_with_one_plane():
     assert (1, 2) == (latent.planes, GROUP.planes)
 
 
-def test_latent_attention_of_several_ranks_is_refused():
-    """Each rank has the whole row: all of them would log it."""
+@pytest.mark.parametrize("kv_heads", [1, 3, 4])
+def test_latent_attention_of_several_ranks_is_served_whatever_its_heads(kv_heads):
+    """Each rank has the whole row, which one of them logs: there is nothing to divide."""
     latent = replace(GROUP, kind="MLAAttentionSpec", head_size=576, head_size_v=0)
-    refusal = first_refusal(replace(FACTS, groups=(latent,), tensor_parallel=2, kv_heads=4))
-    assert "--tensor-parallel-size" in str(refusal)
+    facts = replace(FACTS, groups=(latent,), tensor_parallel=2, kv_heads=kv_heads)
+    assert first_refusal(facts) is None
+    assert "2 machines" in str(first_refusal(replace(facts, nodes=2)))
+    assert "--decode-context-parallel-size" in str(first_refusal(replace(facts, context_parallel=2)))
 
 
 def test_cuda_is_served_to_whoever_asks_for_it_in_so_many_words():

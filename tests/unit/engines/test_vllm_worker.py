@@ -6,13 +6,20 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from kvlog.checksums import digest
+from kvlog.engines import vllm_worker
 from kvlog.engines.replicator import ReplicationCounts
 from kvlog.engines.step_plan import CloseAsk, Dropped, LoadAsk, OpenAsk, StepPlan, StepReport, TurnKey
 from kvlog.engines.step_worker import WorkerCounts
 from kvlog.engines.turn_state import TurnRequest
 from kvlog.engines.turns import LoadCounts
+from kvlog.engines.vllm_settings import ConnectorSettings
 from kvlog.engines.vllm_worker import WorkerHalf
 from kvlog.ids import SessionId
+from kvlog.layout import DType, Identity, Layout
+from kvlog.link.messages import PROTOCOL, EngineRank, Hello
 
 KEY = TurnKey(1)
 
@@ -126,3 +133,39 @@ def test_increments_are_what_happened_since() -> None:
     assert {} == one.take_increments()
     worker.replicator = SimpleNamespace(counts=ReplicationCounts(rows=2), loads=LoadCounts(failed=1))
     assert {"saved_tokens": 2, "load_failures_unverified": 1} == one.take_increments()
+
+
+@pytest.mark.parametrize(
+    ("replicated", "rank", "expected"),
+    [
+        (False, EngineRank(), (1, 0, False)),
+        (False, EngineRank(1, 2), (2, 1, False)),
+        (True, EngineRank(), (1, 0, False)),
+        (True, EngineRank(0, 2), (1, 0, False)),
+        (True, EngineRank(1, 2), (1, 0, True)),
+    ],
+)
+def test_worker_introduces_itself_by_what_its_store_says_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, replicated: bool, rank: EngineRank, expected: tuple[int, int, bool]
+) -> None:
+    """A shard for each, or one that all have: then nothing that the daemon is told depends on their number but that."""
+    made: list[Any] = []
+
+    class Noted:
+        counts, loads = ReplicationCounts(), LoadCounts()
+
+        def __init__(self, options: object, identity: Identity, rank: EngineRank) -> None:
+            made.append(Hello(PROTOCOL, "", 0, identity, rank))
+
+        def start(self) -> None:
+            """Nobody is there."""
+
+    monkeypatch.setattr(vllm_worker, "Replicator", Noted)
+    settings = ConnectorSettings.parse({"link": "/nowhere"})
+    store: Any = SimpleNamespace(is_replicated=replicated)
+    identity = Identity(digest(b"m"), digest(b"w"), Layout(1, 1, 1, 8, DType.FLOAT32), 1)
+    one = WorkerHalf.start(settings, store, identity, engine="vllm", rank=rank)
+    one.worker._start_replicator(b"renewed")
+    hellos = [(hello.identity.shards, hello.shard, hello.only_reads) for hello in made]
+    assert [expected, expected] == hellos
+    assert (rank.ranks, rank.rank) == (one.worker._options.ranks, one.worker._rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlog.ids import Digest, Epoch, NodeId, Position, SessionId, Shard, Turn
+from kvlog.ids import Digest, Epoch, NodeId, Position, SessionId, Turn
 from kvlog.layout import DType, Identity, Layout
 from kvlog.link.messages import (
     DIGEST_NONE,
@@ -11,6 +11,7 @@ from kvlog.link.messages import (
     AttachBlock,
     CloseTurn,
     EndedReason,
+    EngineRank,
     Forget,
     Hello,
     OpenTurn,
@@ -32,7 +33,7 @@ from kvlog.modes import SyncKind, SyncMode
 
 IDENTITY = Identity(Digest(bytes(range(16))), Digest(bytes(16)), Layout(2, 2, 4, 8, DType.FLOAT32), shards=2)
 SESSION = SessionId("chat-ü-7")
-HELLO = Hello(PROTOCOL, "synthetic 1", 4321, IDENTITY, Shard(1))
+HELLO = Hello(PROTOCOL, "synthetic 1", 4321, IDENTITY, EngineRank(1, 2))
 OPEN_TURN = OpenTurn(
     RequestNumber(7),
     SESSION,

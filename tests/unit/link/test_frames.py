@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import struct
+from contextlib import nullcontext
 from dataclasses import replace
 
 import msgpack
 import pytest
 
 from kvlog.errors import DecodeError, LocalProtocolError, UnknownVersion
-from kvlog.ids import Position, SessionId, Shard
+from kvlog.ids import Position, SessionId
 from kvlog.limits import DEFAULT, TINY
 from kvlog.link.frames import DaemonFrames, EngineFrames, encode
 from kvlog.link.messages import (
     PROTOCOL,
     AttachBlock,
+    EngineRank,
     Ping,
     Pong,
     attach_rows_max,
@@ -137,8 +139,8 @@ def test_frames_bytes_that_are_no_array_are_refused(body):
 
 def test_frames_hello_of_another_protocol_is_told_apart_from_junk():
     """A daemon can answer an older or newer build instead of dropping it."""
-    with pytest.raises(UnknownVersion, match="protocol 1, this build speaks 2"):
-        decode_engine(raw(1, 1, "whatever", "follows"))
+    with pytest.raises(UnknownVersion, match=f"protocol {PROTOCOL - 1}, this build speaks {PROTOCOL}"):
+        decode_engine(raw(1, PROTOCOL - 1, "whatever", "follows"))
 
 
 def test_frames_message_of_the_wrong_side_is_refused():
@@ -160,6 +162,40 @@ def test_frames_attach_whose_parts_disagree_is_refused():
             decode_daemon(encode(wrong))
 
 
+@pytest.mark.parametrize("rank", [[2, 2], [0, 0], [0], [1, True], [-1, 2], 1, [0, 1, 1]], ids=str)
+def test_frames_rank_that_an_engine_cannot_have_is_refused(rank):
+    """A rank is one of as many as there are."""
+    identity = msgpack.unpackb(encode(HELLO)[4:])[4]
+    with pytest.raises(DecodeError):
+        decode_engine(raw(1, PROTOCOL, "", 0, identity, rank))
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, False), (2, True), (3, False)])
+def test_frames_ranks_have_a_shard_each_or_one_for_all(ranks, fits):
+    """Anything between could not be put together again. HELLO's identity has two shards."""
+    refusal = nullcontext() if fits else pytest.raises(DecodeError, match="one shard for each rank")
+    with refusal:
+        decode_engine(encode(replace(HELLO, rank=EngineRank(0, ranks))))
+    alike = replace(HELLO, identity=replace(HELLO.identity, shards=1), rank=EngineRank(0, ranks))
+    assert alike == decode_engine(encode(alike))
+
+
+@pytest.mark.parametrize(
+    ("shards", "rank", "expected"),
+    [
+        (2, EngineRank(0, 2), (0, False)),
+        (2, EngineRank(1, 2), (1, False)),
+        (1, EngineRank(0, 1), (0, False)),
+        (1, EngineRank(0, 2), (0, False)),
+        (1, EngineRank(1, 2), (0, True)),
+    ],
+)
+def test_hello_of_ranks_that_have_all_the_same_is_of_one_that_writes(shards, rank, expected):
+    """The first one; the others have its shard too, and only read."""
+    hello = replace(HELLO, identity=replace(HELLO.identity, shards=shards), rank=rank)
+    assert expected == (hello.shard, hello.only_reads)
+
+
 def test_encode_message_over_the_limit_is_our_callers_fault():
     """Limits bind the sender too; the error names both numbers."""
     large = replace(OPEN_TURN, tokens=pack_tokens(tuple(range(2000))))
@@ -171,7 +207,7 @@ def test_encode_message_over_the_limit_is_our_callers_fault():
 def test_encode_value_that_does_not_fit_is_our_callers_fault():
     """What the other side would refuse is not sent."""
     with pytest.raises(LocalProtocolError):
-        encode(replace(HELLO, shard=Shard(1 << 16)))
+        encode(replace(HELLO, rank=EngineRank(1, 1 << 16)))
     with pytest.raises(LocalProtocolError):
         encode(replace(OPEN_TURN, session=SessionId("")))
 
