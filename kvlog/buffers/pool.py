@@ -20,13 +20,14 @@ from kvlog.buffers.geometry import PinnedBlock, PoolGeometry
 from kvlog.buffers.memory import SealedMemory, create
 from kvlog.checksums import row_checksums
 from kvlog.errors import ConfigError, PoolFull
+from kvlog.ids import Position
 from kvlog.limits import DEFAULT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvlog.buffers.blocks import Piece
-    from kvlog.ids import Position, SessionId
+    from kvlog.ids import SessionId
 
 __all__ = ["BlockPool", "BlockStore", "Extent", "HostStore", "PoolOptions", "open_pool"]
 
@@ -231,13 +232,18 @@ class BlockPool:
             checksums = row_checksums(rows, row_bytes)
         assert len(checksums) * row_bytes == len(rows), "a checksum for each row"
         placement = self.blocks.place(key, start, len(rows) // row_bytes, row_bytes)
-        written: Sequence[int] = ()
+        kept, written = start - placement.pieces[0].slot, checksums[:0]
         try:
             self._copy_heads(placement.pieces, row_bytes)
+            kept = start
             self._copy_rows(placement.pieces, rows, row_bytes)
             written = checksums
         finally:
             self.blocks.settle(placement, written)
+            if (
+                kept < start
+            ):  # a block of its own has none of the rows that were before these in the pinned one
+                self.blocks.mark_absent(key, Position(kept))
         return True
 
     def present_prefix(self, key: Key) -> Position:

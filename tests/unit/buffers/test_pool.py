@@ -139,6 +139,28 @@ def test_pool_rows_that_could_not_be_copied_change_no_pinned_block(pool, monkeyp
     assert pool.blocks.ledger.counts.free == 6
 
 
+def test_pool_block_whose_first_rows_could_not_be_copied_holds_none_of_them(pool, monkeypatch):
+    """They are in the pinned block only, which is not the session's any more."""
+    put(pool, KEY, 0, rows(0, 6))
+    pinned = pool.pin(KEY, Position(6))
+    first = 6 - 6 % (pool.geometry.block_bytes // ROW)
+    assert first < 5, "row 5 has others before it in its block"
+
+    def fail(*_):
+        raise ConnectionError
+
+    monkeypatch.setattr(pool.store, "copy_head", fail)
+    with pytest.raises(ConnectionError):
+        put(pool, KEY, 5, rows(50, 4))
+    monkeypatch.undo()
+    assert pool.present_prefix(KEY) == first
+    assert pool.read(KEY, Position(0), first) == rows(0, first)
+    assert attached(pool, pinned) == rows(0, 6)
+    pool.release(pinned.lease)
+    pool.blocks.check()
+    assert put(pool, KEY, first, rows(first, 3))
+
+
 def test_pool_rows_behind_a_hole_are_not_held(pool):
     """Nobody could use them; the next turn that begins at or below the prefix can."""
     assert not put(pool, KEY, 1, rows(1, 1))
