@@ -14,6 +14,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +23,7 @@ import httpx
 from consumers.plain_http import NO_AUTHORITIES
 from tests.model.deepseek import random_latent_folder
 from tests.model.llama import random_folder
-from tests.nodes import Answer, Node, ask, daemon_config
+from tests.nodes import Answer, Node, ask, daemon_config, until
 from tests.processes import die_with_parent
 from tests.vllm.forked import ForkedServers
 from tests.vllm.servers import ROOT, LoggedSession, VllmServer, logged_session, vllm_python
@@ -337,6 +338,8 @@ class Fleet:
         for number in range(_WARMING_MAX):
             session = f"warm-{node.name}-{node.server.launches}-{number}"
             node.answer(session, prompt_of(session)[:20], 2)
-            if node.server.last_turn(session)["logged"]:
+            with suppress(AssertionError):  # without a link nobody may ever tell of the turn
+                until(lambda: node.server.turns(session) != [], seconds=2)  # noqa: B023
+            if any(turn["logged"] for turn in node.server.turns(session)):
                 return
         raise AssertionError(f"{node.name} answered {_WARMING_MAX} requests, and logged none of them")
