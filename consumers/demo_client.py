@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
-from consumers.plain_http import NO_AUTHORITIES
+from consumers.plain_http import plain_client
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -144,8 +144,7 @@ async def events(url: str, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[st
     timeout = httpx.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS)
     try:
         async with (
-            # no proxy between us and this machine
-            httpx.AsyncClient(trust_env=False, verify=NO_AUTHORITIES, timeout=timeout) as client,
+            plain_client(timeout) as client,
             client.stream("POST", url, json=body) as response,
         ):
             if response.status_code != httpx.codes.OK:

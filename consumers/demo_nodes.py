@@ -9,11 +9,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import httpx
-
 from consumers.demo_client import EngineClient
 from consumers.demo_error import DemoError
-from consumers.plain_http import NO_AUTHORITIES
+from consumers.plain_http import plain_client
 from kvlog.log.local import write_lock_holder
 from kvlog.log.locate import parse_log_url
 
@@ -227,7 +225,7 @@ class _OwnStarting:
 
     async def linked(self) -> None:
         deadline = time.monotonic() + _LINK_SECONDS
-        async with httpx.AsyncClient(trust_env=False, verify=NO_AUTHORITIES) as client:
+        async with plain_client() as client:
             while not (await client.get(f"{self._url()}/health", timeout=_LINK_SECONDS)).json()["connected"]:
                 if time.monotonic() > deadline:
                     raise DemoError(f"{self.program.name} found no daemon: {self.program.last_words()}")

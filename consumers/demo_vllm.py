@@ -20,7 +20,7 @@ from consumers.demo_nodes import Engine, link_of
 from consumers.demo_process import Runtime
 from consumers.demo_vllm_client import PromptTokens, VllmClient, Witness
 from consumers.exits import ExitCode
-from consumers.plain_http import NO_AUTHORITIES
+from consumers.plain_http import plain_client
 from consumers.vllm_server import (
     MODULE,
     check_vllm,
@@ -164,7 +164,7 @@ class _VllmStarting:
 
     async def serving(self) -> Engine:
         deadline = time.monotonic() + _START_SECONDS
-        async with httpx.AsyncClient(trust_env=False, verify=NO_AUTHORITIES) as client:
+        async with plain_client() as client:
             while not await self._is_serving(client):
                 if not self.program.is_alive:
                     said = "\n".join([*self.program.output(), *self.program.complaints()])

@@ -18,7 +18,7 @@ import httpx
 from consumers.demo_client import Broken, Finished, Piece, events
 from consumers.demo_error import DemoError
 from consumers.exits import ExitCode
-from consumers.plain_http import NO_AUTHORITIES
+from consumers.plain_http import plain_client
 from consumers.vllm_server import SERVED_NAME
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ class PromptTokens:
         if prompt.nonce not in self._known:
             body = {"model": SERVED_NAME, "messages": list(prompt.messages)}
             try:
-                async with httpx.AsyncClient(
-                    trust_env=False, verify=NO_AUTHORITIES, timeout=_TOKENIZE_SECONDS
-                ) as client:
+                async with plain_client(_TOKENIZE_SECONDS) as client:
                     answer = await client.post(f"{url}/tokenize", json=body)
             except httpx.HTTPError as error:
                 raise DemoError(f"vLLM does not answer: {str(error) or type(error).__name__}") from error
@@ -78,11 +76,14 @@ class Witness:
     def __init__(self, file: Path) -> None:
         self._file = file
 
+    def told(self) -> list[dict[str, Any]]:
+        """Every turn that has ended, oldest first; a line that is still being written is left for later."""
+        lines = self._file.read_text().splitlines(keepends=True) if self._file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
     def turns(self, session: str) -> list[dict[str, Any]]:
         """A session's turns that have ended, oldest first."""
-        lines = self._file.read_text().splitlines(keepends=True) if self._file.exists() else []
-        whole = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [turn for turn in whole if turn["session"] == session]
+        return [turn for turn in self.told() if turn["session"] == session]
 
     async def next_turn(self, session: str, before: int) -> dict[str, Any] | None:
         """Wait for one more turn than there were; None: it does not end, or nobody followed it."""

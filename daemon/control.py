@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, assert_never
 
 from daemon.intake import RowIntake
 from daemon.leases import AttachLeases
-from daemon.opening import TurnOpener
+from daemon.opening import TurnOpener, turn_opened
 from daemon.telemetry import Event
 from kvlog.buffers.ring import create_ring
 from kvlog.core import effects as fx
 from kvlog.core import inputs
 from kvlog.core.takeover import Claimant
 from kvlog.errors import ConfigError, KvlogError, LocalProtocolError, RowTooLarge
-from kvlog.ids import Position
 from kvlog.link import messages as link
 from kvlog.link.server import Accepted
 from kvlog.records import EndReason
@@ -177,7 +176,8 @@ class EngineControl:
         entry = self._parts.turns.of_session(message.session)
         if entry is not None and message.group and entry.group == message.group:
             if entry.take_in_again(peer):
-                return _again(message, entry)
+                # Nothing to attach: it has been computed meanwhile.
+                return turn_opened(message.request, entry, entry.layout.row_bytes, None)
             self._lose(entry)  # whoever asks for a turn that is open has lost it
         return await self._opener.open_turn(peer, message)
 
@@ -300,14 +300,6 @@ class EngineControl:
         entry = self._parts.turns.pop(effect.turn)
         if entry is not None:
             entry.tell(link.TurnEnded(effect.turn, _ended_reason(effect.reason)))
-
-
-def _again(message: link.OpenTurn, entry: OpenTurnEntry) -> link.TurnOpened:
-    """For a rank that only reads and comes back to its turn: nothing to attach, it has been computed meanwhile."""
-    nothing = Position(0)
-    return link.TurnOpened(
-        message.request, entry.turn, entry.epoch, entry.log_from, nothing, entry.layout.row_bytes, (), b""
-    )
 
 
 def _ended_reason(reason: fx.TurnEndReason) -> link.EndedReason:

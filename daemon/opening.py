@@ -183,7 +183,7 @@ class TurnOpener:
         self._say_opened(effect, joint, pinned)
         for index, ask in enumerate(asks):
             blocks = pinned[index] if pinned else None
-            ask.peer.send(_turn_opened(ask.message.request, effect, layout.row_bytes, blocks))
+            ask.peer.send(turn_opened(ask.message.request, effect, layout.row_bytes, blocks))
             if not ask.answer.done():
                 ask.answer.set_result(None)
 
@@ -241,15 +241,19 @@ def _said(value: object) -> str:
     return value.hex() if isinstance(value, bytes) else str(value)
 
 
-def _turn_opened(
-    request: link.RequestNumber, effect: fx.TurnOpened, row_bytes: int, pinned: PinnedBlocks | None
+def turn_opened(
+    request: link.RequestNumber,
+    turn: fx.TurnOpened | OpenTurnEntry,
+    row_bytes: int,
+    pinned: PinnedBlocks | None,
 ) -> link.TurnOpened:
+    """One rank's answer; `pinned`: what it can attach."""
     blocks = tuple(link.AttachBlock(block.index, block.rows) for block in pinned.blocks) if pinned else ()
     return link.TurnOpened(
         request=request,
-        turn=effect.turn,
-        epoch=effect.epoch,
-        log_from=effect.log_from,
+        turn=turn.turn,
+        epoch=turn.epoch,
+        log_from=turn.log_from,
         attach_length=Position(sum(block.rows for block in blocks)),
         row_bytes=row_bytes,
         blocks=blocks,

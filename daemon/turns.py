@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvlog.buffers.ring import session_hash
-from kvlog.ids import Position, Shard
+from kvlog.ids import FIRST_POSITION, Shard
 
 if TYPE_CHECKING:
     from kvlog.buffers.ring import TableRow
-    from kvlog.ids import Epoch, SessionId, Turn
+    from kvlog.ids import Epoch, Position, SessionId, Turn
     from kvlog.layout import Layout
     from kvlog.link.messages import FromDaemon
     from kvlog.link.server import Peer
@@ -23,8 +23,6 @@ __all__ = ["FIRST_SHARD", "Batch", "OpenTurnEntry", "Rank", "TurnRegistry"]
 
 FIRST_SHARD = Shard(0)
 """The only one of an engine of one process."""
-
-_START = Position(0)
 
 _USED_MAX = 10_000
 """More than a node owns at one time (Limits.primaries)."""
@@ -85,7 +83,7 @@ class OpenTurnEntry:
     layout: Layout
     session_hash: int
     group: bytes = b""
-    log_from: Position = _START
+    log_from: Position = FIRST_POSITION
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -240,9 +240,7 @@ class BlockPool:
             written = checksums
         finally:
             self.blocks.settle(placement, written)
-            if (
-                kept < start
-            ):  # a block of its own has none of the rows that were before these in the pinned one
+            if kept < start:  # its own block has none of the rows that the pinned one holds before these
                 self.blocks.mark_absent(key, Position(kept))
         return True
 

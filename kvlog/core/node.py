@@ -193,8 +193,7 @@ class NodeCore:
     def _read(self, happened: RecordRead) -> tuple[Effect, ...]:
         core = self._partitions[happened.partition]
         effects = self._react(core.read(happened.offset, happened.entry), happened.entry.record.session)
-        caught_up = self._caught_up(happened.partition) if self._claims else ()
-        return effects + caught_up
+        return effects + self._caught_up(happened.partition)
 
     def _claims_unseen(self, happened: UnreadableRead | HoleRead | LogReplacedRead) -> tuple[Effect, ...]:
         """A claim of ours may have stood where nothing could be read, or its watermark in a lost tail: ask again."""

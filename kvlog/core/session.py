@@ -100,9 +100,7 @@ class ShardState:
     def extend(self, tokens: Sequence[int], identity: Identity, context: Digest) -> None:
         """Append positions that were written under this identity and context."""
         last = self.runs[-1] if self.runs else None
-        # Nearly always it is the very object; comparing two goes through every field of a layout.
-        is_same = last is not None and (last.identity is identity or last.identity == identity)
-        if last is None or not is_same or last.context != context:
+        if last is None or (last.identity, last.context) != (identity, context):
             self.runs.append(Run(self.length, identity, context))
         self.tokens.extend(tokens)
 

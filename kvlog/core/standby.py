@@ -133,12 +133,12 @@ class StandbyCore:
         """
         if offset < self._position:
             return ()
-        jumped = self._jump(offset) if offset != self._position else ()
+        jumped = self._jump(offset)
         if offset < self._frontier and entry.record.session not in self._doubts:
             self._position = Offset(offset + 1)
             return jumped
         effects = self._judge_and_fold(offset, entry)
-        if effects and type(effects[-1]) is Reread:
+        if effects and isinstance(effects[-1], Reread):
             return jumped + effects
         return jumped + effects + self._passed(offset)
 
@@ -281,8 +281,6 @@ class StandbyCore:
 
     def _evict(self) -> tuple[ReadEffect, ...]:
         """INV-BOUND-SESSIONS: the least recently written idle state goes when there are too many."""
-        if len(self._sessions) <= self._limits.sessions_a_partition:
-            return ()
         effects: list[ReadEffect] = []
         for _ in range(len(self._sessions)):
             if len(self._sessions) <= self._limits.sessions_a_partition:

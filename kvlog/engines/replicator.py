@@ -26,10 +26,10 @@ from kvlog.errors import ConfigError, LinkClosed, LocalProtocolError
 from kvlog.ids import NO_EPOCH, Position
 from kvlog.link.client import ClientOptions, LinkClient, connect
 from kvlog.link.messages import (
+    ONLY_RANK,
     PROTOCOL,
     Acked,
     CloseTurn,
-    EngineRank,
     Forget,
     Hello,
     Release,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvlog.ids import Epoch, SessionId
     from kvlog.layout import Identity
     from kvlog.link.client import Answer, LinkEvent
+    from kvlog.link.messages import EngineRank
 
 __all__ = ["ReplicationCounts", "Replicator", "ReplicatorOptions"]
 
@@ -115,10 +116,6 @@ class ReplicationCounts:
     refusal: str = ""
 
 
-_ONLY_RANK = EngineRank()
-"""An engine of one process."""
-
-
 class Replicator:
     """Replicates the caches of one engine process (one shard) through its daemon.
 
@@ -129,9 +126,8 @@ class Replicator:
             first one writes them, and the others only read.
     """
 
-    def __init__(self, options: ReplicatorOptions, identity: Identity, rank: EngineRank = _ONLY_RANK) -> None:
+    def __init__(self, options: ReplicatorOptions, identity: Identity, rank: EngineRank = ONLY_RANK) -> None:
         self._options = options
-        self._identity = identity
         self._hello = Hello(PROTOCOL, options.engine, os.getpid(), identity, rank)
         self._link: EngineLink | None = None
         self._live: set[TurnState] = set()
@@ -152,7 +148,7 @@ class Replicator:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of this engine's layout."""
-        return self._identity.layout.row_bytes
+        return self._hello.identity.layout.row_bytes
 
     @property
     def close_seconds(self) -> float:

@@ -73,9 +73,8 @@ class WitnessConnector(KvlogConnector):
             if evidence is not None:
                 said = self.testimony(evidence) | {"held": bool(close.held)}
                 line = json.dumps(said) + "\n"
-                with Path(self._file).open(
-                    "ab", buffering=0
-                ) as file:  # at once: it is read while it is written
+                # Each line at once: it is read while it is written.
+                with Path(self._file).open("ab", buffering=0) as file:
                     file.write(line.encode())
 
     def testimony(self, turn: TurnEvidence) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from kvlog.engines.transformers_identity import model_digest, weights_digest
 from kvlog.engines.vllm_probe import probe_page_map
 from kvlog.errors import ConfigError
 from kvlog.layout import DType, Identity, Layout
-from kvlog.link.messages import EngineRank
+from kvlog.link.messages import ONLY_RANK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvlog.engines.row_store import RowStore
     from kvlog.engines.step_plan import StepPlan, TurnKey
     from kvlog.engines.vllm_settings import ConnectorSettings
+    from kvlog.link.messages import EngineRank
 
 __all__ = ["CacheFacts", "CacheLayer", "WorkerHalf", "engine_identity", "layers_in_order", "open_store"]
 
@@ -49,8 +50,6 @@ CacheLayer = tuple[torch.Tensor, "Callable[..., None]"]
 """One layer's cache, [blocks, heads, block_size, planes · head_dim], and its kernel's writer of rows into slots."""
 
 
-_ONLY: Final = EngineRank()
-"""A server without tensor parallelism."""
 _ALIKE: Final = frozenset({"saved_tokens", "loaded_tokens", "turns_cut", "turns_fenced"})
 """What every rank counts of the same tokens and turns: vLLM adds ranks up, so one of them says it."""
 
@@ -84,7 +83,7 @@ class WorkerHalf:
         identity: Identity,
         *,
         engine: str,
-        rank: EngineRank = _ONLY,
+        rank: EngineRank = ONLY_RANK,
     ) -> WorkerHalf:
         """Start to look for the daemon; returns at once.
 

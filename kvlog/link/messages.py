@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DIGEST_NONE",
     "GROUP_BYTES_MAX",
+    "ONLY_RANK",
     "PROTOCOL",
     "Acked",
     "AttachBlock",
@@ -180,6 +181,10 @@ class EngineRank:
 
     rank: int = 0
     ranks: int = 1
+
+
+ONLY_RANK = EngineRank()
+"""An engine of one process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ Cost: one copy of the payload to frame it, none to read it.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvlog.checksums import checksum
@@ -48,7 +49,8 @@ _COVERED = struct.Struct("<4sBBHIQ")
 _U64 = struct.Struct("<Q")
 
 
-class Peek(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Peek:
     """What a preamble says, believed or not: for tools that look at damaged messages.
 
     Args:

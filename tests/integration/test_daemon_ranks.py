@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,13 +43,17 @@ def daemons(folder: Path, names: str) -> Iterator[list[Node]]:
 
 
 @contextmanager
-def two_ranks(node: Node, *, wait: float = 10.0, blocks: int = 64) -> Iterator[PagedEngine]:
-    """An engine beside a daemon, both links up."""
-    wanted = PagedOptions(ranks=RANKS, wait=wait, blocks=blocks)
+def beside(node: Node, wanted: PagedOptions) -> Iterator[PagedEngine]:
+    """An engine beside a daemon, all links up."""
     with paged(node.folder / f"{node.name}.sock", wanted) as engine:
         for worker in engine.workers:
             assert worker.replicator.wait_connected(5)
         yield engine
+
+
+def two_ranks(node: Node, *, wait: float = 10.0, blocks: int = 64) -> AbstractContextManager[PagedEngine]:
+    """An engine of two ranks beside a daemon."""
+    return beside(node, PagedOptions(ranks=RANKS, wait=wait, blocks=blocks))
 
 
 def expected_layers(tokens: list[int], shard: int, positions: int) -> list[bytes]:
@@ -84,6 +88,19 @@ def finish(engine: PagedEngine, node: Node, name: str, session: str = "s") -> li
     log = node.folder / "log"
     until(lambda: logged_length(log, session) >= len(tokens) - 1, what=f"{len(tokens) - 1} rows in the log")
     return tokens
+
+
+def answered_past_a_kill(engine: PagedEngine, node: Node) -> None:
+    """Request r1, during which the daemon is killed and comes back: all ranks reconnect, at different moments."""
+    engine.add("r1", PROMPT, "s")
+    engine.run_until("r1", 120)
+    assert node.daemon is not None
+    node.daemon.stop(signal.SIGKILL)
+    engine.run_until("r1", 125)
+    node.start_daemon()
+    node.wait_log()
+    engine.step_until(lambda: all(w.replicator.counts.turns_reopened for w in engine.workers))
+    engine.run_until("r1", len(engine.requests["r1"].tokens) + 5)
 
 
 def test_two_ranks_are_one_turn_and_each_shard_is_logged(tmp_path: Path) -> None:
@@ -142,15 +159,7 @@ def test_rank_whose_link_dies_costs_the_log_nothing_but_time(tmp_path: Path) -> 
 def test_daemon_that_is_killed_and_comes_back_has_all_rows_of_both_ranks(tmp_path: Path) -> None:
     """Both reconnect by themselves, at different moments, and meet."""
     with daemons(tmp_path, "a") as (node,), two_ranks(node) as engine:
-        engine.add("r1", PROMPT, "s")
-        engine.run_until("r1", 120)
-        assert node.daemon is not None
-        node.daemon.stop(signal.SIGKILL)
-        engine.run_until("r1", 125)
-        node.start_daemon()
-        node.wait_log()
-        engine.step_until(lambda: all(w.replicator.counts.turns_reopened for w in engine.workers))
-        engine.run_until("r1", len(engine.requests["r1"].tokens) + 5)
+        answered_past_a_kill(engine, node)
         assert_logged(node, engine, "r1", "s", len(finish(engine, node, "r1")) - 1)
 
 

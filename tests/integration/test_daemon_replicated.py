@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,14 +12,21 @@ import pytest
 from kvlog.engines import step_worker
 from kvlog.engines.staged_rows import stage_rows
 from kvlog.wire.replayed import PREFIX_BYTES, read_head
-from tests.integration.paged_engine import LATENT, PagedEngine, PagedOptions, paged, row_of
-from tests.integration.test_daemon_ranks import daemons, finish, rank_away
+from tests.integration.paged_engine import LATENT, PagedEngine, PagedOptions, row_of
+from tests.integration.test_daemon_ranks import (
+    PROMPT,
+    answered_past_a_kill,
+    beside,
+    daemons,
+    finish,
+    rank_away,
+)
 from tests.nodes import until
 from tests.vllm.copies import copy_whole_and_damaged
 from tests.vllm.servers import logged_session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from kvlog.engines.staged_rows import StagedRows
@@ -30,17 +35,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-PROMPT = list(range(100, 200))
 
-
-@contextmanager
-def alike(node: Node, ranks: int = 2, *, wait: float = 10.0, blocks: int = 64) -> Iterator[PagedEngine]:
-    """An engine beside a daemon, all links up."""
-    wanted = PagedOptions(layout=LATENT, ranks=ranks, wait=wait, blocks=blocks)
-    with paged(node.folder / f"{node.name}.sock", wanted) as engine:
-        for worker in engine.workers:
-            assert worker.replicator.wait_connected(5)
-        yield engine
+def alike(node: Node, ranks: int = 2, *, wait: float = 10.0) -> AbstractContextManager[PagedEngine]:
+    """An engine beside a daemon, of ranks that have the same rows."""
+    return beside(node, PagedOptions(layout=LATENT, ranks=ranks, wait=wait))
 
 
 def assert_logged(node: Node, session: str, tokens: list[int]) -> None:
@@ -273,15 +271,7 @@ def test_link_of_the_rank_that_writes_ends_the_turn_for_both(tmp_path: Path) -> 
 def test_daemon_that_is_killed_and_comes_back_has_all_rows_of_ranks_that_are_alike(tmp_path: Path) -> None:
     """Both reconnect by themselves, at different moments, and meet."""
     with daemons(tmp_path, "a") as (node,), alike(node) as engine:
-        engine.add("r1", PROMPT, "s")
-        engine.run_until("r1", 120)
-        assert node.daemon is not None
-        node.daemon.stop(signal.SIGKILL)
-        engine.run_until("r1", 125)
-        node.start_daemon()
-        node.wait_log()
-        engine.step_until(lambda: all(w.replicator.counts.turns_reopened for w in engine.workers))
-        engine.run_until("r1", len(engine.requests["r1"].tokens) + 5)
+        answered_past_a_kill(engine, node)
         assert_logged(node, "s", finish(engine, node, "r1"))
 
 

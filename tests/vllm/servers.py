@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 import pytest
 
+from consumers.demo_vllm_client import Witness
 from consumers.plain_http import NO_AUTHORITIES
 from consumers.process_group import living_members, shared_files
 from consumers.vllm_server import (
@@ -237,13 +238,13 @@ class VllmServer:
 
     def newest_turn(self) -> dict[str, Any] | None:
         """The turn of any session that ended last; None: none has."""
-        told = _told(self.watch)
+        told = Witness(self.watch).told()
         return told[-1] if told else None
 
     def turns(self, session: str, rank: int = 0) -> list[dict[str, Any]]:
         """What the watched connector of one rank said of a session's ended turns."""
         watch = self.watch if rank == 0 else Path(f"{self.watch}.{rank}")
-        return [turn for turn in _told(watch) if turn["session"] == session]
+        return Witness(watch).turns(session)
 
     def last_turn(self, session: str, count: int = 1, rank: int = 0) -> dict[str, Any]:
         """The newest ended turn of a session, once there are so many."""
@@ -252,12 +253,6 @@ class VllmServer:
             what=f"turn {count} of {session} ended at {self.name}",
         )
         return self.turns(session, rank)[-1]
-
-
-def _told(watch: Path) -> list[dict[str, Any]]:
-    """Every turn that a watched connector has told of, as far as it has come: a line may still be written."""
-    lines = watch.read_text().splitlines(keepends=True) if watch.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import random
 import threading
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -203,9 +202,8 @@ def _kill(fates: Fates, talks: list[Talk], chance: random.Random) -> tuple[int, 
         if len(fates.up) < 2:
             time.sleep(0.2)
             continue
-        working = partial(_working, fates.up, talks)
-        until(lambda: bool(working()), seconds=60, what="work for a node that is up")  # noqa: B023
-        victim = chance.choice(working() or fates.up)
+        until(lambda: bool(_working(fates.up, talks)), seconds=60, what="work for a node that is up")
+        victim = chance.choice(_working(fates.up, talks) or fates.up)
         time.sleep(chance.uniform(0, 1.0))
         in_answer += victim in _working([victim], talks)
         fates.kill(victim)

@@ -60,6 +60,20 @@ def attached(pool: BlockPool, pinned: PinnedBlocks) -> bytes:
     return b"".join(got)
 
 
+def fail(*_):
+    """What a store does whose device is gone."""
+    raise ConnectionError
+
+
+def put_in_vain(pool: BlockPool, start: int, data: bytes, monkeypatch, **broken) -> None:
+    """Apply rows while methods of the store fail."""
+    with monkeypatch.context() as patched:
+        for name, method in broken.items():
+            patched.setattr(pool.store, name, method)
+        with pytest.raises(ConnectionError):
+            put(pool, KEY, start, data)
+
+
 def test_pool_rows_applied_are_read_back_and_attached(pool):
     """The same bytes for tools and for an engine in another mapping."""
     data = rows(0, 7)
@@ -103,14 +117,7 @@ def test_pool_rows_that_could_not_be_copied_are_absent_and_take_no_block(pool, m
     """What was there before them stays, and the next rows find their place."""
     put(pool, KEY, 0, rows(0, 3))
     free = pool.blocks.ledger.counts.free
-
-    def fail(*_):
-        raise ConnectionError
-
-    monkeypatch.setattr(pool.store, "store_views", fail)
-    with pytest.raises(ConnectionError):
-        put(pool, KEY, 3, rows(3, 4))
-    monkeypatch.undo()
+    put_in_vain(pool, 3, rows(3, 4), monkeypatch, store_views=fail)
     pool.blocks.check()
     assert (pool.present_prefix(KEY), pool.blocks.ledger.counts.free) == (3, free)
     assert put(pool, KEY, 3, rows(3, 4))
@@ -122,15 +129,12 @@ def test_pool_rows_that_could_not_be_copied_change_no_pinned_block(pool, monkeyp
     put(pool, KEY, 0, rows(0, 6))
     pinned = pool.pin(KEY, Position(6))
 
-    def fail(extents, views):
+    def spoil(_, views):
         for view in views:
             view[:] = bytes(len(view))
         raise ConnectionError
 
-    monkeypatch.setattr(pool.store, "store_views", fail)
-    with pytest.raises(ConnectionError):
-        put(pool, KEY, 5, rows(50, 4))
-    monkeypatch.undo()
+    put_in_vain(pool, 5, rows(50, 4), monkeypatch, store_views=spoil)
     assert pool.read(KEY, Position(0), 5) == rows(0, 5)
     assert pool.present_prefix(KEY) == 5
     assert attached(pool, pinned) == rows(0, 6)
@@ -145,14 +149,7 @@ def test_pool_block_whose_first_rows_could_not_be_copied_holds_none_of_them(pool
     pinned = pool.pin(KEY, Position(6))
     first = 6 - 6 % (pool.geometry.block_bytes // ROW)
     assert first < 5, "row 5 has others before it in its block"
-
-    def fail(*_):
-        raise ConnectionError
-
-    monkeypatch.setattr(pool.store, "copy_head", fail)
-    with pytest.raises(ConnectionError):
-        put(pool, KEY, 5, rows(50, 4))
-    monkeypatch.undo()
+    put_in_vain(pool, 5, rows(50, 4), monkeypatch, copy_head=fail)
     assert pool.present_prefix(KEY) == first
     assert pool.read(KEY, Position(0), first) == rows(0, first)
     assert attached(pool, pinned) == rows(0, 6)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvlog.layout import Identity
     from kvlog.link.server import Peer
 
+TOKENS = tuple(range(100, 120))
 WAIT_MS = 300
 RANKS = 2
 REPLICATED = replace(IDENTITY, shards=1)
@@ -171,12 +172,14 @@ class RanksBench(Bench):
         return rank
 
     async def opened(
-        self, ranks: Sequence[RankLink], tokens: Sequence[int], group: bytes
+        self, ranks: Sequence[RankLink], tokens: Sequence[int], group: bytes, *, apart: float = 0.0
     ) -> list[link.TurnOpened]:
-        """A turn of these ranks."""
+        """A turn of these ranks, which ask in this order, so many seconds apart."""
         counts = [len(rank.answers) + 1 for rank in ranks]
         for rank in ranks:
             rank.ask(tokens, group)
+            if apart:
+                await asyncio.sleep(apart)
         return [await rank.answer(count) for rank, count in zip(ranks, counts, strict=True)]
 
     @property
@@ -205,6 +208,19 @@ async def running(identity: Identity = IDENTITY) -> AsyncIterator[tuple[RanksBen
         task.cancel()
         await asyncio.wait([task])
         bench.pool.close()
+
+
+async def logged_turn(
+    bench: RanksBench, ranks: Sequence[RankLink], upto: Sequence[int], group: bytes
+) -> None:
+    """A whole turn; each rank comes as far as is said."""
+    opened = await bench.opened(ranks, TOKENS, group)
+    for rank, one, length in zip(ranks, opened, upto, strict=True):
+        if one.log_from < length:
+            rank.write(one, one.log_from, TOKENS[one.log_from : length])
+        rank.close_turn(one)
+    await until(lambda: not len(bench.turns))
+    await bench.settled()
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -6,33 +6,15 @@ INV-JOINT; the ranks' links, rings and blocks are real, the log is a list.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from daemon import control
 from kvlog.link import messages as link
 from kvlog.records import Delta, Truncate
-from tests.unit.daemon.ranks_bench import RankLink, RanksBench, running, until
+from tests.unit.daemon.ranks_bench import TOKENS, RankLink, RanksBench, logged_turn, running, until
 from tests.unit.daemon.rewriting_bench import CONTEXT, rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-TOKENS = tuple(range(100, 120))
-
-
-async def logged_turn(
-    bench: RanksBench, ranks: Sequence[RankLink], upto: Sequence[int], group: bytes
-) -> None:
-    """A whole turn; each rank comes as far as is said."""
-    opened = await bench.opened(ranks, TOKENS, group)
-    for rank, one, length in zip(ranks, opened, upto, strict=True):
-        if one.log_from < length:
-            rank.write(one, one.log_from, TOKENS[one.log_from : length])
-        rank.close_turn(one)
-    await until(lambda: not len(bench.turns))
-    await bench.settled()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
@@ -40,12 +22,8 @@ async def test_turn_of_two_ranks_opens_for_both_alike_whoever_asks_first(order: 
     """One turn, epoch, length and position; the bytes are each rank's own shard's."""
     async with running() as (bench, ranks):
         await logged_turn(bench, ranks, (10, 10), b"1")
-        opened: dict[int, link.TurnOpened] = {}
-        for shard in order:
-            ranks[shard].ask(TOKENS, b"2")
-            await asyncio.sleep(0.01)
-        for shard in order:
-            opened[shard] = await ranks[shard].answer(2)
+        answers = await bench.opened([ranks[shard] for shard in order], TOKENS, b"2", apart=0.01)
+        opened = dict(zip(order, answers, strict=True))
         alike = [(one.turn, one.epoch, one.log_from, one.attach_length) for one in opened.values()]
         assert alike[0] == alike[1]
         assert (10, 10) == (opened[0].log_from, opened[0].attach_length)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -15,24 +15,15 @@ from daemon import control
 from kvlog.layout import Identity
 from kvlog.link import messages as link
 from kvlog.records import Delta, Truncate
-from tests.unit.daemon.ranks_bench import REPLICATED, RankLink, RanksBench, running, until
+from tests.unit.daemon.ranks_bench import (
+    REPLICATED,
+    TOKENS,
+    RankLink,
+    logged_turn,
+    running,
+    until,
+)
 from tests.unit.daemon.rewriting_bench import rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-TOKENS = tuple(range(100, 120))
-
-
-async def logged_turn(bench: RanksBench, ranks: Sequence[RankLink], upto: int, group: bytes) -> None:
-    """A whole turn."""
-    opened = await bench.opened(ranks, TOKENS, group)
-    if opened[0].log_from < upto:
-        ranks[0].write(opened[0], opened[0].log_from, TOKENS[opened[0].log_from : upto])
-    for rank, one in zip(ranks, opened, strict=True):
-        rank.close_turn(one)
-    await until(lambda: not len(bench.turns))
-    await bench.settled()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
@@ -41,14 +32,10 @@ async def test_ranks_that_are_alike_are_one_turn_of_one_shard_and_each_has_its_l
 ) -> None:
     """One claim of one shard; the same blocks for both, which stay until both have copied them."""
     async with running(REPLICATED) as (bench, ranks):
-        await logged_turn(bench, ranks, 10, b"1")
+        await logged_turn(bench, ranks, (10, 0), b"1")
         assert (1, 10, rows(0, 0, 10)) == (len(bench.state.shards), bench.length, bench.held(0))
-        opened: dict[int, link.TurnOpened] = {}
-        for number in order:
-            ranks[number].ask(TOKENS, b"2")
-            await asyncio.sleep(0.01)
-        for number in order:
-            opened[number] = await ranks[number].answer(2)
+        answers = await bench.opened([ranks[number] for number in order], TOKENS, b"2", apart=0.01)
+        opened = dict(zip(order, answers, strict=True))
         assert replace(opened[0], request=opened[1].request) == opened[1]
         assert (10, 10) == (opened[0].log_from, opened[0].attach_length)
         assert [rows(0, 0, 10)] * 2 == [ranks[number].attached(opened[number]) for number in (0, 1)]
@@ -115,7 +102,7 @@ async def test_rank_that_writes_ends_the_turn_for_all_when_it_dies() -> None:
 async def test_turn_goes_on_without_a_rank_that_only_reads_and_takes_it_in_again() -> None:
     """Its rows are the writer's: none is lost with it, and the writer is not told. It attaches nothing any more."""
     async with running(REPLICATED) as (bench, ranks):
-        await logged_turn(bench, ranks, 5, b"1")
+        await logged_turn(bench, ranks, (5, 0), b"1")
         opened = await bench.opened(ranks, TOKENS, b"g")
         await ranks[1].die()
         bench.control.release(ranks[0].peer, link.Release(opened[0].turn))
@@ -145,7 +132,7 @@ async def test_turn_goes_on_without_a_rank_that_only_reads_and_takes_it_in_again
 async def test_turn_whose_reader_is_gone_is_over_with_its_writer(first: str) -> None:
     """Whoever is first to go: the session is free, and nothing stays pinned."""
     async with running(REPLICATED) as (bench, ranks):
-        await logged_turn(bench, ranks, 5, b"1")
+        await logged_turn(bench, ranks, (5, 0), b"1")
         opened = await bench.opened(ranks, TOKENS, b"g")
         ranks[0].write(opened[0], 5, TOKENS[5:9])
         if first == "reader":
@@ -234,7 +221,7 @@ async def test_fenced_is_told_to_all_ranks_that_are_alike() -> None:
 async def test_engine_of_one_rank_goes_on_with_what_two_alike_have_logged_and_back() -> None:
     """The identity says nothing of how many compute the rows: they are the same."""
     async with running(REPLICATED) as (bench, ranks):
-        await logged_turn(bench, ranks, 8, b"1")
+        await logged_turn(bench, ranks, (8, 0), b"1")
         alone = RankLink(bench, 0)
         alone.hello = replace(alone.hello, rank=link.EngineRank())
         await alone.connect()
