@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TurnOpener"]
 
-_WILLING_PAUSE_SECONDS = 0.05
+_PAUSE_SECONDS = 0.05
+"""Between two looks at what a request waits for: an owner that is busy, or a claim's place."""
 
 _OF_RANKS = frozenset({link.UnloggedReason.RANK_MISSING, link.UnloggedReason.RANKS_DIFFER})
 """What the core does not know: refused before it was asked."""
@@ -106,6 +107,9 @@ class TurnOpener:
                 return
             self._refuse(joint, *self._say_unlogged(joint.session, fx.UnloggedReason.OWNER_BUSY, None))
             return
+        self._ask(joint)
+
+    def _ask(self, joint: JointAsk) -> None:
         if not joint.over:
             number = next(self._numbers)
             self._asked[number] = joint
@@ -149,7 +153,7 @@ class TurnOpener:
         while self._neighbours.is_busy(state.claim.node, number, now := time.monotonic()):
             if now >= until:
                 return False
-            await asyncio.sleep(_WILLING_PAUSE_SECONDS)
+            await asyncio.sleep(_PAUSE_SECONDS)
         return True
 
     # Effects
@@ -219,8 +223,13 @@ class TurnOpener:
             )
 
     def _unlogged(self, effect: fx.TurnUnlogged) -> None:
-        refusal = self._say_unlogged(effect.session, effect.reason, effect.newer_epoch)
         joint = self._asked.pop(effect.request, None)
+        is_crowded = effect.reason is fx.UnloggedReason.OVERLOADED
+        if is_crowded and joint is not None and time.monotonic() + _PAUSE_SECONDS < joint.deadline:
+            # Who takes over a node's sessions is asked for all of them at once: a place comes free in milliseconds.
+            asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._ask, joint)
+            return
+        refusal = self._say_unlogged(effect.session, effect.reason, effect.newer_epoch)
         if joint is not None:
             self._joiner.refuse(joint, *refusal)
 

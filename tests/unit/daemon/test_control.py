@@ -21,13 +21,14 @@ S = SessionId("s")
 LAYOUT = Layout(1, 2, 1, 4, DType.FLOAT32)
 
 
-def control(turns: TurnRegistry, stepped: list[Any]) -> EngineControl:
-    """A control whose core only notes its inputs, and refuses turns as busy."""
+def control(turns: TurnRegistry, stepped: list[Any], *, overloaded: int = 0) -> EngineControl:
+    """A control whose core only notes its inputs, and refuses turns: as often as is said for its load, then as busy."""
     handlers: dict[Any, Any] = {}
 
     def step(what: Any) -> None:
         stepped.append(what)
-        handlers[fx.TurnUnlogged](fx.TurnUnlogged(what.request, S, fx.UnloggedReason.BUSY, None))
+        reason = fx.UnloggedReason.OVERLOADED if len(stepped) <= overloaded else fx.UnloggedReason.BUSY
+        handlers[fx.TurnUnlogged](fx.TurnUnlogged(what.request, S, reason, None))
 
     shell = SimpleNamespace(
         handle=handlers.__setitem__, step=step, core=SimpleNamespace(state=lambda _: None)
@@ -81,3 +82,35 @@ async def test_open_turn_behind_a_closing_one_goes_on_when_it_is_closed() -> Non
     asyncio.get_running_loop().call_later(0.01, turns.pop, Turn(1))
     await control(turns, stepped).open_turn(peer, ask(1000))
     assert 1 == len(stepped)
+
+
+async def test_open_turn_among_too_many_claims_waits_for_a_place_within_its_time() -> None:
+    """A node that takes over another one's sessions is asked for all of them at once."""
+    stepped: list[Any] = []
+    answer = await control(TurnRegistry(), stepped, overloaded=2).open_turn(one_process(), ask(1000))
+    assert isinstance(answer, link.TurnUnlogged)
+    assert (link.UnloggedReason.BUSY, 3) == (answer.reason, len(stepped))
+    assert 3 == len({question.request for question in stepped}), "each is a question of its own"
+
+
+async def test_open_turn_that_finds_no_place_in_its_time_is_asked_again_later() -> None:
+    """Its request is computed meanwhile; the answer passes."""
+    stepped: list[Any] = []
+    answer = await control(TurnRegistry(), stepped, overloaded=1000).open_turn(one_process(), ask(120))
+    assert isinstance(answer, link.TurnUnlogged)
+    assert (link.UnloggedReason.CLAIM_TIMEOUT, True) == (answer.reason, answer.reason.passes)
+    assert 1 < len(stepped) < 10
+
+
+async def test_open_turn_that_is_given_up_asks_for_no_place_any_more() -> None:
+    """Its engine is gone."""
+    stepped: list[Any] = []
+    opening = asyncio.create_task(
+        control(TurnRegistry(), stepped, overloaded=1000).open_turn(one_process(), ask(1000))
+    )
+    await asyncio.sleep(0.01)
+    opening.cancel()
+    await asyncio.wait([opening])
+    asked = len(stepped)
+    await asyncio.sleep(0.12)
+    assert asked == len(stepped)
