@@ -5,7 +5,6 @@ Order: the reader clears, then reads the ring until it is empty, then waits. So 
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 __all__ = ["Doorbell", "create_doorbell"]
@@ -23,10 +22,10 @@ class Doorbell:
 
     def ring(self) -> None:
         """Wake the reader; costs one system call, never waits."""
-        with contextlib.suppress(
-            BlockingIOError
-        ):  # the counter is full: the reader has been rung often enough
+        try:
             os.eventfd_write(self._fd, 1)
+        except BlockingIOError:  # the counter is full: the reader has been rung often enough
+            return
 
     def clear(self) -> bool:
         """Take all rings so far; whether there was one. Never waits."""

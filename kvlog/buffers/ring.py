@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvlog.buffers.ring_layout import (
     ALIGNMENT_BYTES,
@@ -24,6 +24,7 @@ from kvlog.buffers.ring_layout import (
     EntryHeader,
     EntrySizes,
     RingArea,
+    TableFields,
     TableRow,
     count_rows,
     create_ring,
@@ -46,6 +47,7 @@ __all__ = [
     "RingPart",
     "RingReader",
     "RingWriter",
+    "TableFields",
     "TableRow",
     "WriterCounts",
     "create_ring",
@@ -79,8 +81,7 @@ class ReaderCounts:
     corrupt: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """Room in the ring that nobody sees yet.
 
     Args:
@@ -137,11 +138,11 @@ class RingWriter:
         fixed = EntrySizes.of(turns, 0, row_bytes).used_bytes + 2 * ALIGNMENT_BYTES
         return max(0, (self.entry_bytes_max - fixed) // (4 + row_bytes))
 
-    def reserve(self, table: Sequence[TableRow], tokens: Sequence[int], row_bytes: int) -> Reservation:
+    def reserve(self, table: Sequence[TableFields], tokens: Sequence[int], row_bytes: int) -> Reservation:
         """Take room for one entry; at most one reservation is open at a time.
 
         Args:
-            table: one row for each turn, n ≥ 1.
+            table: a TableRow's fields for each turn, n ≥ 1.
             tokens: token ids of all rows in the table's order; an `array("I")` is the quickest.
             row_bytes: size of each row; 0: token ids only.
 
@@ -152,12 +153,12 @@ class RingWriter:
             DecodeError: the reader's side of the ring holds nonsense; close the link.
         """
         assert self._open is None, "commit or abandon the open reservation first"
-        assert len(tokens) == count_rows(table), "one token id a row, at least one row a turn"
         sizes = EntrySizes.of(len(table), len(tokens), row_bytes)
         pad_bytes = self._find_room(sizes)
         position = self._head + pad_bytes
         entry = self._area.data[self._area.place(position) :][: sizes.used_bytes]
-        pack_table(table, entry[ENTRY_HEADER.size :])
+        rows = pack_table(table, entry[ENTRY_HEADER.size :])
+        assert len(tokens) == rows, "one token id a row"
         ids = tokens if isinstance(tokens, array) and tokens.typecode == "I" else array("I", tokens)
         entry[sizes.tokens_at : sizes.tokens_at + 4 * sizes.tokens] = memoryview(ids).cast("B")
         header = EntryHeader(ENTRY_MAGIC, 0, position, sizes.entry_bytes, sizes)
@@ -193,8 +194,10 @@ class RingWriter:
     def _close_reservation(self, reservation: Reservation) -> None:
         assert reservation is self._open, "not the open reservation"
         self._open = None
-        with contextlib.suppress(BufferError):  # the caller still has an array over it: his to drop
+        try:
             reservation.rows.release()
+        except BufferError:  # the caller still has an array over it: his to drop
+            return
 
     def _find_room(self, sizes: EntrySizes) -> int:
         """How many bytes to skip before the entry.

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvlog.buffers.memory import SealedMemory, create
@@ -62,6 +63,7 @@ __all__ = [
     "EntrySizes",
     "Fence",
     "RingArea",
+    "TableFields",
     "TableRow",
     "align",
     "count_rows",
@@ -90,6 +92,8 @@ _UNSUMMED_HEADER = struct.Struct("=I4xQ")
 _SUMMED_HEADER = struct.Struct("=QQIII20x")
 _HEADER_BYTES = ENTRY_HEADER.size
 _ROW_BYTES = TABLE_ROW.size
+_SIZES_KEPT = 256
+"""Decode steps are of a few kinds, and ask for the same sizes again and again."""
 
 
 def align(size_bytes: int) -> int:
@@ -103,10 +107,7 @@ def session_hash(session: str) -> int:
 
 
 class TableRow(NamedTuple):
-    """Rows [start, start + n) of one turn in an entry; turn and epoch tell the daemon whether they are still wanted.
-
-    A tuple, because one is made for each turn at each step: it takes a third of a frozen dataclass's time.
-    """
+    """Rows [start, start + n) of one turn in an entry; turn and epoch tell the daemon whether they are still wanted."""
 
     turn: Turn
     epoch: Epoch
@@ -116,13 +117,20 @@ class TableRow(NamedTuple):
     n: int
 
 
-def pack_table(table: Sequence[TableRow], into: memoryview) -> None:
-    """Write table rows one after the other from the beginning of `into`."""
-    at = 0
-    pack_into, size = TABLE_ROW.pack_into, TABLE_ROW.size
-    for row in table:
-        pack_into(into, at, *row)
-        at += size
+TableFields = tuple[Turn, Epoch, int, Shard, Position, int]
+"""What a TableRow is made of: a plain tuple, which takes an eighth of the time to make, once a turn and step."""
+
+
+def pack_table(table: Sequence[TableFields], into: memoryview) -> int:
+    """Write table rows one after the other from the beginning of `into`. Returns: the rows of all turns together."""
+    at = total = 0
+    pack_into = TABLE_ROW.pack_into
+    for turn, epoch, hashed, shard, start, n in table:
+        assert n >= 1, "at least one row a turn"
+        pack_into(into, at, turn, epoch, hashed, shard, start, n)
+        at += _ROW_BYTES
+        total += n
+    return total
 
 
 def unpack_table(data: bytes) -> tuple[TableRow, ...]:
@@ -162,6 +170,7 @@ class EntrySizes(NamedTuple):
     entry_bytes: int
 
     @classmethod
+    @lru_cache(maxsize=_SIZES_KEPT)
     def of(cls, turns: int, tokens: int, row_bytes: int) -> Self:
         """The sizes that follow from a table of `turns` rows, `tokens` token ids and as many rows."""
         tokens_at = _HEADER_BYTES + turns * _ROW_BYTES

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvlog.engines.engine_link import EngineLink
 from kvlog.engines.step_pace import StepPace
-from kvlog.engines.stepwrite import RowSource, StepBudget
+from kvlog.engines.stepwrite import StepBudget, rows_behind
 from kvlog.engines.turn_state import Closed, Logged, TurnState, Unlogged
 from kvlog.engines.turns import LoadCounts, PendingTurn, TurnHandle
 from kvlog.errors import ConfigError, LinkClosed, LocalProtocolError
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvlog.engines.base import RowCache
+    from kvlog.engines.stepwrite import RowSource
     from kvlog.engines.turn_state import TurnRequest
     from kvlog.ids import Epoch, SessionId
     from kvlog.layout import Identity
@@ -129,6 +130,8 @@ class Replicator:
     def __init__(self, options: ReplicatorOptions, identity: Identity, rank: EngineRank = ONLY_RANK) -> None:
         self._options = options
         self._hello = Hello(PROTOCOL, options.engine, os.getpid(), identity, rank)
+        self._shard = self._hello.shard
+        self._row_bytes = identity.layout.row_bytes
         self._link: EngineLink | None = None
         self._live: set[TurnState] = set()
         self._wake = threading.Event()
@@ -148,7 +151,7 @@ class Replicator:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of this engine's layout."""
-        return self._hello.identity.layout.row_bytes
+        return self._row_bytes
 
     @property
     def close_seconds(self) -> float:
@@ -242,7 +245,7 @@ class Replicator:
         self._live.discard(turn)
         logged = turn.close()
         if logged is not None:
-            self.counts.turns_cut += RowSource(logged.cursor, cache, tokens).behind > 0
+            self.counts.turns_cut += rows_behind((logged.cursor, cache, tokens)) > 0
             logged.link.turns.pop(logged.cursor.turn, None)
             logged.link.client.send(CloseTurn(logged.cursor.turn, Position(logged.cursor.position)))
 
@@ -267,11 +270,11 @@ class Replicator:
         for handle, cache, tokens in active:
             phase = handle.turn.follow(tokens)
             if isinstance(phase, Logged) and phase.link is link:
-                sources.append(RowSource(phase.cursor, cache, tokens))
+                sources.append((phase.cursor, cache, tokens))
         if link is not None:
             began = time.thread_time()
             rows = self._write(link, sources, self._pace.bytes_now)
-            self._pace.took(rows * self.row_bytes, time.thread_time() - began)
+            self._pace.took(rows * self._row_bytes, time.thread_time() - began)
 
     def _failed(self, error: Exception) -> None:
         """An error that no one foresaw: count it, and begin anew with another link."""
@@ -283,10 +286,11 @@ class Replicator:
 
     def _write(self, link: EngineLink, sources: Sequence[RowSource], step_bytes: int) -> int:
         budget = StepBudget(step_bytes, self._step)
-        written = link.write(sources, self.row_bytes, self._hello.shard, budget)
-        self.counts.rows += written.rows
-        self.counts.bytes += written.rows * self.row_bytes
-        self.counts.ring_full += written.full
+        written = link.write(sources, self._row_bytes, self._shard, budget)
+        counts = self.counts
+        counts.rows += written.rows
+        counts.bytes += written.rows * self._row_bytes
+        counts.ring_full += written.full
         return written.rows
 
     def _drain(self, turn: TurnState, cache: RowCache, deadline: float) -> None:
@@ -295,8 +299,8 @@ class Replicator:
             phase = turn.phase
             left = deadline - time.monotonic()
             if isinstance(phase, Logged):
-                source = RowSource(phase.cursor, cache, turn.tokens)
-                if not source.behind:
+                source = (phase.cursor, cache, turn.tokens)
+                if not rows_behind(source):
                     return
                 if not self._write(phase.link, [source], self._options.close_bytes):
                     turn.wait_while(phase, min(_RING_POLL_SECONDS, left))

@@ -11,17 +11,22 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvlog.buffers.ring import TableRow
 from kvlog.errors import RingFull, RowTooLarge
 from kvlog.ids import Epoch, Position, Shard, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvlog.buffers.ring import RingWriter
+    from kvlog.buffers.ring import RingWriter, TableFields
     from kvlog.engines.base import RowCache
 
-__all__ = ["LogCursor", "RowSource", "StepBudget", "Written", "share_rows", "write_step"]
+    RowSource = tuple["LogCursor", RowCache, Sequence[int]]
+    """Where a turn's rows are; the ids are those of at least every position of the cache that is to be written.
+
+    A plain tuple: one is made for each turn at each step, and a class of its own takes ten times as long to make.
+    """
+
+__all__ = ["LogCursor", "StepBudget", "Written", "rows_behind", "share_rows", "write_step"]
 
 _SMALLER_TRIES = 3
 """A full ring is tried again with a quarter of the rows so often: what is free may lie in two parts."""
@@ -43,34 +48,21 @@ class LogCursor:
     only_reads: bool = False
 
 
-class RowSource(NamedTuple):
-    """Where a turn's rows are; `tokens` has the id of at least every position of the cache that is to be written.
-
-    A tuple, because one is made for each turn at each step.
-    """
-
-    cursor: LogCursor
-    cache: RowCache
-    tokens: Sequence[int]
-
-    @property
-    def behind(self) -> int:
-        """Rows that are computed and not in the ring, and are to go there."""
-        if self.cursor.only_reads:
-            return 0
-        return max(0, min(self.cache.length, len(self.tokens)) - self.cursor.position)
+def rows_behind(source: RowSource) -> int:
+    """Rows that are computed and not in the ring, and are to go there."""
+    cursor, cache, tokens = source
+    behind = min(cache.length, len(tokens)) - cursor.position
+    return behind if behind > 0 and not cursor.only_reads else 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepBudget:
+class StepBudget(NamedTuple):
     """How much one step may write: `step_bytes` of rows, and which turn is served first."""
 
     step_bytes: int
     first: int
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """What went into the ring; `full`: rows were left out because the ring had no room."""
 
     rows: int
@@ -109,7 +101,7 @@ def write_step(
         RowTooLarge: the ring never takes a row of this size.
         DecodeError: the daemon's side of the ring is nonsense; close the link.
     """
-    late = [(source, behind) for source in sources if (behind := source.behind)]
+    late = [(source, behind) for source in sources if (behind := rows_behind(source))]
     if not late:
         return Written(0, full=False)
     wanted = max(len(late), budget.step_bytes // row_bytes)
@@ -144,14 +136,14 @@ def _write_entry(
 ) -> int:
     """One entry; cursors move only when it is committed."""
     tokens = array("I")
-    table = []
+    table: list[TableFields] = []
     for (cursor, _, known), rows in picked:
         start = cursor.position
         if rows == 1:  # a decode step: mostly so
             tokens.append(known[start])
         else:
             tokens.extend(known[start : start + rows])
-        table.append(TableRow(cursor.turn, cursor.epoch, cursor.session_hash, shard, Position(start), rows))
+        table.append((cursor.turn, cursor.epoch, cursor.session_hash, shard, Position(start), rows))
     reservation = ring.reserve(table, tokens, row_bytes)
     try:
         at, into = 0, reservation.rows
@@ -163,6 +155,6 @@ def _write_entry(
         ring.abandon(reservation)
         raise
     ring.commit(reservation)
-    for source, rows in picked:
-        source.cursor.position += rows
+    for (cursor, _, _), rows in picked:
+        cursor.position += rows
     return len(tokens)

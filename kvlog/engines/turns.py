@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvlog.engines.stepwrite import RowSource
+from kvlog.engines.stepwrite import rows_behind
 from kvlog.engines.turn_state import Asking, Logged
 from kvlog.ids import Position
 from kvlog.link.messages import Release
@@ -115,7 +115,7 @@ class TurnHandle:
         """Rows of a finished request's cache are not in a ring, and there is one, or may soon be, to write them to."""
         turn, phase = self.turn, self.turn.phase
         if isinstance(phase, Logged):
-            return RowSource(phase.cursor, cache, turn.tokens).behind > 0
+            return rows_behind((phase.cursor, cache, turn.tokens)) > 0
         return turn.may_write_later
 
     @property

@@ -9,13 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlog.buffers.ring import RingReader, RingWriter, create_ring
-from kvlog.engines.stepwrite import LogCursor, RowSource, StepBudget, Written, share_rows, write_step
+from kvlog.engines.stepwrite import (
+    LogCursor,
+    StepBudget,
+    Written,
+    rows_behind,
+    share_rows,
+    write_step,
+)
 from kvlog.engines.synthetic import SyntheticModel, SyntheticOptions
 from kvlog.errors import RowTooLarge
 from kvlog.ids import Epoch, Shard, Turn
 
 if TYPE_CHECKING:
     from kvlog.engines.base import RowCache
+    from kvlog.engines.stepwrite import RowSource
 
 ROW_BYTES = 64
 MODEL = SyntheticModel(SyntheticOptions(row_bytes=ROW_BYTES))
@@ -28,13 +36,14 @@ def source(turn: int, rows: int, at: int = 0) -> RowSource:
     tokens = [turn * 1000 + position for position in range(rows)]
     if rows:
         MODEL.forward(cache, tokens)
-    return RowSource(LogCursor(Turn(turn), Epoch(turn + 5), 77, at), cache, [*tokens, 9])
+    return LogCursor(Turn(turn), Epoch(turn + 5), 77, at), cache, [*tokens, 9]
 
 
 def rows_of(one: RowSource, start: int, end: int) -> bytes:
     """Rows as the cache has them."""
     out = bytearray((end - start) * ROW_BYTES)
-    one.cache.copy_rows(start, memoryview(out))
+    _, cache, _ = one
+    cache.copy_rows(start, memoryview(out))
     return bytes(out)
 
 
@@ -83,7 +92,7 @@ def test_write_step_all_turns_of_a_step_are_one_entry(ring):
     ]
     assert [(1000, 1001, 1002, 1003), (2001, 2002)] == [part.tokens for part in parts]
     assert [rows_of(sources[0], 0, 4), rows_of(sources[1], 1, 3)] == [bytes(part.rows) for part in parts]
-    assert [4, 3, 2] == [one.cursor.position for one in sources]
+    assert [4, 3, 2] == [cursor.position for cursor, _, _ in sources]
     del parts, entry
     reader.release()
     assert reader.peek() is None
@@ -99,9 +108,8 @@ def test_write_step_nothing_new_writes_nothing(ring):
 def test_write_step_rows_without_a_known_token_wait(ring):
     """A row is logged with its token id or not yet."""
     writer, _ = ring
-    one = source(1, 4)
-    short = RowSource(one.cursor, one.cache, one.tokens[:2])
-    assert Written(2, full=False) == write(writer, [short])
+    cursor, cache, tokens = source(1, 4)
+    assert Written(2, full=False) == write(writer, [(cursor, cache, tokens[:2])])
 
 
 def test_write_step_far_behind_catches_up_in_pieces_of_the_budget(ring):
@@ -121,26 +129,26 @@ def test_write_step_budget_below_a_row_still_moves_every_turn(ring):
     writer, _ = ring
     sources = [source(1, 3), source(2, 3)]
     assert Written(2, full=False) == write(writer, sources, StepBudget(1, 0))
-    assert [1, 1] == [one.cursor.position for one in sources]
+    assert [1, 1] == [cursor.position for cursor, _, _ in sources]
 
 
 def test_write_step_full_ring_leaves_cursors_where_they_are(ring):
     """Nothing waits for a reader: rows stay in the cache, and go when there is room."""
     writer, reader = ring
-    one = source(1, 400)
+    one = (cursor, _, known) = source(1, 400)
     while write(writer, [one]).rows:
         pass
-    at = one.cursor.position
+    at = cursor.position
     assert 0 < at < 400
     assert Written(0, full=True) == write(writer, [one])
-    assert at == one.cursor.position
+    assert at == cursor.position
     tokens = []
     while (entry := reader.peek()) is not None:
         tokens += entry.tokens.tolist()
         del entry
         reader.release()
         write(writer, [one])
-    assert one.tokens[:400] == tokens
+    assert known[:400] == tokens
 
 
 def test_write_step_row_that_never_fits_is_an_error():
@@ -156,7 +164,7 @@ def test_write_step_row_that_never_fits_is_an_error():
 def test_write_step_cache_that_fails_leaves_no_entry(ring):
     """An entry is whole or not there."""
     writer, reader = ring
-    one = source(1, 2)
+    one = (cursor, _, tokens) = source(1, 2)
 
     class Broken:
         length = 2
@@ -165,7 +173,7 @@ def test_write_step_cache_that_fails_leaves_no_entry(ring):
             raise MemoryError
 
     with pytest.raises(MemoryError):
-        write(writer, [RowSource(one.cursor, cast("RowCache", Broken()), one.tokens)])
+        write(writer, [(cursor, cast("RowCache", Broken()), tokens)])
     assert reader.peek() is None
     assert Written(2, full=False) == write(writer, [one])
 
@@ -174,11 +182,11 @@ def test_write_step_rank_that_only_reads_writes_nothing_and_is_never_behind(ring
     """Another one writes the same rows; in one step with others it takes nothing of the budget either."""
     writer, reader = ring
     one, other = source(1, 5), source(2, 5)
-    one.cursor.only_reads = True
-    assert (0, 5) == (one.behind, other.behind)
+    one[0].only_reads = True
+    assert [0, 5] == [rows_behind(one), rows_behind(other)]
     assert Written(0, full=False) == write(writer, [one])
     assert Written(5, full=False) == write(writer, [one, other])
-    assert (0, 5) == (one.cursor.position, other.cursor.position)
+    assert [0, 5] == [cursor.position for cursor, _, _ in (one, other)]
     entry = reader.peek()
     assert entry is not None
     assert [2] == [part.row.turn for part in entry.parts()]
