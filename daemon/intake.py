@@ -112,11 +112,10 @@ class RowIntake:
             on_corrupt: called once if the ring holds what cannot be logged; the link must then be closed.
         """
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._doorbell.fileno(), self._rung.set)
+        loop.add_reader(self._doorbell.fileno(), self._heard)
         try:
             while True:
                 await self._wait(peer)
-                self._doorbell.clear()
                 self._rung.clear()
                 await self._take_some(peer)
                 await self._flush_due(peer, time.monotonic())
@@ -134,6 +133,11 @@ class RowIntake:
         self._reader.close()
         self._memory.close()
         self._doorbell.close()
+
+    def _heard(self) -> None:
+        """Cleared here: the loop calls this as long as it is rung, and would look at the ring once more for nothing."""
+        self._doorbell.clear()
+        self._rung.set()
 
     async def _wait(self, peer: Peer) -> None:
         if self._reader.bytes_used:

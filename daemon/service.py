@@ -50,6 +50,7 @@ class Service:
         self._stop = asyncio.Event()
         self._log_open = False
         self._tasks: asyncio.TaskGroup | None = None
+        self._claiming = asyncio.Event()
         self._log_tasks: list[asyncio.Task[None]] = []
         self._writer: LogWriter | None = None
         shell = parts.shell
@@ -166,6 +167,7 @@ class Service:
     def _ask_watermark(self, effect: fx.ReadWatermark) -> None:
         assert self._tasks is not None, "run first"
         self._parts.telemetry.claim_times.asked(effect.session, time.monotonic())
+        self._claiming.set()
         self._tasks.create_task(self._watermark(effect))
 
     async def _watermark(self, effect: fx.ReadWatermark) -> None:
@@ -190,9 +192,15 @@ class Service:
     # Time
 
     async def _tick(self) -> None:
+        """Tell the core the time while it needs it: only claims have deadlines, and each begins with a watermark."""
+        shell = self._parts.shell
         while True:
-            self._parts.shell.tick()
-            await asyncio.sleep(_TICK_SECONDS)
+            shell.tick()
+            if shell.core.takeovers_in_flight:
+                await asyncio.sleep(_TICK_SECONDS)
+            else:
+                self._claiming.clear()
+                await self._claiming.wait()
 
     async def _housekeep(self) -> None:
         progress = Progress(_STUCK_SECONDS)

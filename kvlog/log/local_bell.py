@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import os
 from typing import TYPE_CHECKING
 
@@ -107,8 +108,14 @@ class Bell:
                 waiter.set_result(None)
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    """Opened once: to find it anew takes as long as a look at the log."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def _inotify_open() -> int | None:
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = _libc()
     if not hasattr(libc, "inotify_init1"):
         return None
     file: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -116,6 +123,5 @@ def _inotify_open() -> int | None:
 
 
 def _inotify_watch(inotify: int, path: Path) -> bool:
-    libc = ctypes.CDLL(None, use_errno=True)
-    watch: int = libc.inotify_add_watch(inotify, os.fsencode(path), ctypes.c_uint32(_IN_MODIFY))
+    watch: int = _libc().inotify_add_watch(inotify, os.fsencode(path), ctypes.c_uint32(_IN_MODIFY))
     return watch >= 0

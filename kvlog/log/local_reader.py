@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvlog.errors import ConfigError, KvlogError, LocalProtocolError, LogReplaced, LogUnavailable
 from kvlog.ids import Offset
-from kvlog.log.local_rows import fetch
+from kvlog.log.local_rows import Fetched, fetch
 from kvlog.log.local_store import Database, open_database, unavailable
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvlog.ids import Partition
     from kvlog.log.base import LogMessage
     from kvlog.log.local_bell import Bell
-    from kvlog.log.local_rows import Fetched
     from kvlog.log.local_store import Paths
     from kvlog.log.local_submit import Submitter
 
@@ -100,12 +99,16 @@ class LocalReader:
         self._problems: dict[Partition, KvlogError] = {}
         self._untold: set[Partition] = set()
         self._turn = 0
+        self._sought = 0
+        self._rings_seen: int | None = None
+        """As many rings of the bell are known to have nothing for the present positions; None: that is not known."""
 
     def assign(self, positions: Mapping[Partition, Offset]) -> None:
         """Read these partitions from these offsets from now on, and no others."""
         self._positions = dict(positions)
         self._problems.clear()
         self._untold.clear()
+        self._look_anew()
 
     def seek(self, partition: Partition, offset: Offset) -> None:
         """Continue one assigned partition at another offset."""
@@ -113,6 +116,7 @@ class LocalReader:
         self._positions[partition] = offset
         self._problems.pop(partition, None)
         self._untold.discard(partition)
+        self._look_anew()
 
     def positions(self) -> Mapping[Partition, Offset]:
         """The next offset to be returned by `poll`, for each assigned partition."""
@@ -123,21 +127,20 @@ class LocalReader:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         while True:
-            rings = self._bell.rings
-            messages = await self._look(bytes_max)
+            if self._rings_seen is not None and not self._problems:
+                await self._bell.wait(self._rings_seen, deadline - loop.time())
+            fetched = await self._look(bytes_max)
             if self._untold:
                 raise self._problems[self._untold.pop()]
-            if messages:
+            if fetched.messages:
                 # Only now, with no await until they are returned: a poll that is cancelled loses nothing.
-                for message in messages:
+                for message in fetched.messages:
                     self._positions[message.partition] = Offset(message.offset + 1)
-                return messages
+                return fetched.messages
             if self._problems:
                 raise next(iter(self._problems.values()))
-            left = deadline - loop.time()
-            if left <= 0:
+            if loop.time() >= deadline:
                 return ()
-            await self._bell.wait(rings, left)
 
     async def commit(self, applied: Mapping[Partition, Offset]) -> None:
         """Store applied offsets under the reader's group."""
@@ -153,9 +156,15 @@ class LocalReader:
         """Give back the thread and its connection."""
         await self._thread.close()
 
-    async def _look(self, bytes_max: int) -> Sequence[LogMessage]:
+    def _look_anew(self) -> None:
+        self._sought += 1
+        self._rings_seen = None
+
+    async def _look(self, bytes_max: int) -> Fetched:
+        """All that is there, or enough of it; then nothing is until the bell rings again."""
         healthy = [item for item in self._positions.items() if item[0] not in self._problems]
         self._turn += 1
+        rings, sought, self._rings_seen = self._bell.rings, self._sought, None
         start = self._turn % len(healthy) if healthy else 0
         wanted = healthy[start:] + healthy[:start]  # so that a busy partition does not starve those after it
 
@@ -167,9 +176,11 @@ class LocalReader:
             self._identity = identity
             problem = "the log was replaced by another one"
             self._found({p: LogReplaced(partition=p, problem=problem) for p in self._positions})
-            return ()
+            return Fetched((), {})
         self._found(fetched.problems)
-        return fetched.messages
+        if not fetched.more and sought == self._sought:
+            self._rings_seen = rings
+        return fetched
 
     def _found(self, problems: Mapping[Partition, KvlogError]) -> None:
         self._problems.update(problems)

@@ -255,10 +255,14 @@ def bytes_between(connection: sqlite3.Connection, partition: Partition, *, first
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """One look at the log: messages, and the partitions whose position it does not have, each with what to raise."""
+    """One look at the log: messages, and the partitions whose position it does not have, each with what to raise.
+
+    `more`: it ended at a bound of the look, not at the log's end.
+    """
 
     messages: Sequence[LogMessage]
     problems: Mapping[Partition, KvlogError]
+    more: bool = False
 
 
 def fetch(
@@ -267,21 +271,22 @@ def fetch(
     """Read one partition after the other, until there are messages enough; the first is returned however large."""
     messages: list[LogMessage] = []
     problems: dict[Partition, KvlogError] = {}
-    room = bytes_max
+    room, more = bytes_max, False
     for partition, offset in positions:
         found = 0
         for message in _read(connection, partition, offset):
             room -= len(message.value) + len(message.key or b"")
             if room < 0 and messages:
-                return Fetched(messages, problems)
+                return Fetched(messages, problems, more=True)
             messages.append(message)
             found += 1
+        more |= found == _READ_ROWS_MAX
         if not found:
             # Only then can the position be out of bounds: from log start to the end there is a message at every offset.
             problem = _problem(partition, offset, bounds(connection, partition))
             if problem is not None:
                 problems[partition] = problem
-    return Fetched(messages, problems)
+    return Fetched(messages, problems, more)
 
 
 _READ_ROWS_MAX = 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, cast
 
@@ -11,6 +12,7 @@ from daemon.intake import IntakeParts, RowIntake
 from daemon.pace import Pacer
 from daemon.telemetry import Telemetry
 from daemon.turns import OpenTurnEntry, Rank, TurnRegistry
+from kvlog.buffers.doorbell import Doorbell
 from kvlog.buffers.memory import attach
 from kvlog.buffers.ring import RingWriter, TableRow, create_ring, session_hash
 from kvlog.core.inputs import CloseTurn, EncodedRows
@@ -204,3 +206,29 @@ async def test_intake_of_rows_of_another_size_gives_the_engine_up() -> None:
                 await asyncio.sleep(0.001)
         assert f"rows of {2 * ROW} bytes" in str(bench.corrupt[0])
         assert bench.shell.told == []
+
+
+async def test_intake_looks_at_the_ring_once_for_each_time_its_bell_rings() -> None:
+    """A step wakes the daemon once, not a second time for nothing."""
+    async with running() as bench:
+        bench.open(7)
+        looks: list[float] = []
+        flush_due = bench.intake._flush_due
+
+        async def counted(peer: Peer, now: float) -> None:
+            looks.append(now)
+            await flush_due(peer, now)
+
+        bench.intake._flush_due = counted  # type: ignore[method-assign]
+        doorbell = Doorbell(os.dup(bench.intake.fds[1]))
+        await asyncio.sleep(0.02)  # it waits now
+        for step in range(3):
+            reservation = bench.writer.reserve(
+                [(Turn(7), Epoch(3), session_hash(SESSION), Shard(0), Position(step), 1)], [step], 0
+            )
+            bench.writer.commit(reservation)
+            doorbell.ring()
+            await bench.told(step + 1)
+            await asyncio.sleep(0.02)
+        doorbell.close()
+        assert 3 == len(looks)

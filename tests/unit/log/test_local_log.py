@@ -12,7 +12,7 @@ import pytest
 
 from kvlog.errors import ConfigError, LocalProtocolError, LogReplaced, LogUnavailable, OutcomeUnknown
 from kvlog.ids import Offset, Partition
-from kvlog.log import local_bell, local_pen
+from kvlog.log import local_bell, local_pen, local_reader, local_rows
 from kvlog.log.base import AppendRequest, TableRow
 from kvlog.log.local import LocalLog, LocalLogOptions
 from kvlog.log.local_lock import Holder, WriteLock, holder
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from kvlog.log.base import LogWriter
+    from kvlog.log.base import LogMessage, LogWriter
 
 P0 = Partition(0)
 DEADLINE_SECONDS = 20.0
@@ -240,6 +240,86 @@ async def test_reader_without_inotify_still_gets_everything(
     await asyncio.sleep(0.01)
     await append(writer, b"a")
     assert [b"a"] == [message.value for message in await polling]
+
+
+@pytest.fixture
+async def counted_log(
+    open_log: Callable[[LocalLogOptions], LocalLog], monkeypatch: pytest.MonkeyPatch
+) -> tuple[LocalLog, list[int]]:
+    """A log whose readers wait for the bell, however long, and how many messages each look of them has found."""
+    looks: list[int] = []
+
+    def counted(*given: object, **more: object) -> local_rows.Fetched:
+        found = local_rows.fetch(*given, **more)  # type: ignore[arg-type]
+        looks.append(len(found.messages))
+        return found
+
+    monkeypatch.setattr(local_bell, "TICK_SECONDS", 10 * DEADLINE_SECONDS)
+    monkeypatch.setattr(local_reader, "fetch", counted)
+    log = open_log(LocalLogOptions(partitions=2))
+    await log.open()
+    return log, looks
+
+
+async def test_reader_that_has_all_looks_again_when_the_bell_rings(
+    counted_log: tuple[LocalLog, list[int]],
+) -> None:
+    """A message costs one look, and is there at once: what was read to the end is not looked at for nothing."""
+    log, looks = counted_log
+    writer, reader = await log.writer(), await log.reader()
+    reader.assign({P0: Offset(0)})
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        for number in range(5):
+            polling = asyncio.create_task(reader.poll(bytes_max=1000, timeout_seconds=10 * DEADLINE_SECONDS))
+            await asyncio.sleep(0.02)
+            await append(writer, b"%d" % number)
+            assert [b"%d" % number] == [bytes(message.value) for message in await polling]
+    assert [0, 1, 1, 1, 1, 1] == looks
+
+
+async def test_reader_looks_at_once_for_what_a_look_has_left(counted_log: tuple[LocalLog, list[int]]) -> None:
+    """More than a look takes, a place that was sought, a new assignment, a poll that was given up: none waits."""
+    log, looks = counted_log
+    writer, reader = await log.writer(), await log.reader()
+    await append(writer, *(b"abcd" for _ in range(3)))
+    await append(writer, b"other", partition=Partition(1))
+    reader.assign({P0: Offset(0)})
+    found: list[LogMessage] = []
+
+    async def poll() -> None:
+        found.extend(await reader.poll(bytes_max=9, timeout_seconds=10 * DEADLINE_SECONDS))
+
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        for _ in range(3):
+            await poll()
+        reader.seek(P0, Offset(2))
+        await poll()
+        reader.assign({Partition(1): Offset(0)})
+        given_up = asyncio.create_task(poll())
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        await poll()
+    assert [(0, 0), (0, 1), (0, 2), (0, 2), (1, 0)] == [
+        (message.partition, message.offset) for message in found
+    ]
+    assert () == await reader.poll(bytes_max=9, timeout_seconds=0.05)
+    assert [1, 1, 1, 1] == looks[:4]
+
+
+async def test_reader_sought_while_it_looks_does_not_wait_for_the_bell(
+    counted_log: tuple[LocalLog, list[int]],
+) -> None:
+    """What a look has not seen is not known to be nothing."""
+    log, _ = counted_log
+    writer, reader = await log.writer(), await log.reader()
+    await append(writer, b"a", b"b")
+    reader.assign({P0: Offset(2)})
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        polling = asyncio.create_task(reader.poll(bytes_max=100, timeout_seconds=10 * DEADLINE_SECONDS))
+        await asyncio.sleep(0)  # it looks
+        reader.seek(P0, Offset(1))
+        assert [b"b"] == [bytes(message.value) for message in await polling]
 
 
 async def test_bell_of_replaced_file_is_found_again(tmp_path: Path) -> None:
