@@ -13,10 +13,13 @@ from tests.nodes import Node, daemon_config
 if TYPE_CHECKING:
     from tests.vllm.servers import VllmServer
 
-__all__ = ["ROW_BYTES", "launch_timed", "processor_seconds", "start_daemon"]
+__all__ = ["COMPUTE_CORE", "ROW_BYTES", "launch_timed", "processor_seconds", "start_daemon"]
 
 ROW_BYTES: Final = 30 * 2 * 3 * 64 * 4
 """SmolLM2-135M in float32: layers, K and V, heads, dimensions, bytes."""
+
+COMPUTE_CORE: Final = "0"
+"""Where each server's one computing thread is pinned."""
 
 _STEPS: Final = "KVLOG_BENCH_STEPS"
 _UTIME_AT, _GROUP_AT = 11, 2
@@ -24,14 +27,18 @@ _UTIME_AT, _GROUP_AT = 11, 2
 
 
 def start_daemon(folder: Path, name: str) -> Node:
-    """A daemon over the folder's log, with room for everything here."""
+    """A daemon over the folder's log, with room for everything here, off the core that the servers compute on."""
     sections: dict[str, dict[str, object]] = {
         "link": {"ring_bytes": 64 << 20},
         "pool": {"bytes": 1 << 30, "block_bytes": 1 << 20},
         "diagnostics": {"level": "info", "format": "json"},
     }
     node = Node(folder, name, daemon_config(folder, name, f"file://{folder}/log", **sections))
-    node.start_daemon()
+    daemon = node.start_daemon()
+    others = os.sched_getaffinity(0) - {int(COMPUTE_CORE)}
+    for thread in os.listdir(f"/proc/{daemon.pid}/task") if others else ():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), others)
     node.wait_log()
     return node
 
