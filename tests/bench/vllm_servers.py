@@ -36,9 +36,9 @@ def start_daemon(folder: Path, name: str) -> Node:
     node = Node(folder, name, daemon_config(folder, name, f"file://{folder}/log", **sections))
     daemon = node.start_daemon()
     others = os.sched_getaffinity(0) - {int(COMPUTE_CORE)}
-    for thread in os.listdir(f"/proc/{daemon.pid}/task") if others else ():
+    for thread in Path(f"/proc/{daemon.pid}/task").iterdir() if others else ():
         with suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(thread), others)
+            os.sched_setaffinity(int(thread.name), others)
     node.wait_log()
     return node
 
