@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Service"]
 
 _TICK_SECONDS = 0.05
+_TICK_IDLE_SECONDS = 1.0
+"""While there is no claim; a handler that failed may have left inputs behind, which a tick carries on with."""
 _HOUSEKEEPING_SECONDS = 1.0
 _OPEN_PAUSE_SECONDS_MAX = 5.0
 _WATERMARK_SECONDS = 5.0
@@ -166,8 +168,8 @@ class Service:
 
     def _ask_watermark(self, effect: fx.ReadWatermark) -> None:
         assert self._tasks is not None, "run first"
-        self._parts.telemetry.claim_times.asked(effect.session, time.monotonic())
         self._claiming.set()
+        self._parts.telemetry.claim_times.asked(effect.session, time.monotonic())
         self._tasks.create_task(self._watermark(effect))
 
     async def _watermark(self, effect: fx.ReadWatermark) -> None:
@@ -200,7 +202,9 @@ class Service:
                 await asyncio.sleep(_TICK_SECONDS)
             else:
                 self._claiming.clear()
-                await self._claiming.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_TICK_IDLE_SECONDS):
+                        await self._claiming.wait()
 
     async def _housekeep(self) -> None:
         progress = Progress(_STUCK_SECONDS)

@@ -51,6 +51,7 @@ class Bell:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._inotify: int | None = None
+        self._hears = False
         self._rings = 0
         self._waiters: set[asyncio.Future[None]] = set()
 
@@ -58,6 +59,11 @@ class Bell:
     def rings(self) -> int:
         """How often it rang; take it before looking at the log, and give it to `wait`."""
         return self._rings
+
+    @property
+    def hears(self) -> bool:
+        """Whether a ring is heard, as far as is known; else only a look says whether there is something."""
+        return self._hears
 
     def open(self) -> bool:
         """Start listening in the running loop. Returns: whether inotify works."""
@@ -81,16 +87,25 @@ class Bell:
         if not rung:
             self._watch()  # the directory may have been recreated: a watch belongs to a file, not to its name
 
+    def wake(self) -> None:
+        """Let all who wait look again, in this process."""
+        self._rings += 1
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
     def close(self) -> None:
         """Stop listening; who waits is woken."""
         if self._inotify is not None:
             asyncio.get_running_loop().remove_reader(self._inotify)
             os.close(self._inotify)
             self._inotify = None
-        self._wake()
+        self._hears = False
+        self.wake()
 
     def _watch(self) -> bool:
-        return self._inotify is not None and _inotify_watch(self._inotify, self._path)
+        self._hears = self._inotify is not None and _inotify_watch(self._inotify, self._path)
+        return self._hears
 
     def _heard(self) -> None:
         assert self._inotify is not None, "a closed bell has no reader callback"
@@ -99,13 +114,7 @@ class Bell:
         except BlockingIOError:
             return
         self._watch()  # this may have been the old file's last word; for the same file it changes nothing
-        self._wake()
-
-    def _wake(self) -> None:
-        self._rings += 1
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self.wake()
 
 
 @functools.cache

@@ -126,9 +126,11 @@ class LocalReader:
         """Wait for messages; see LogReader.poll."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
+        rings = self._rings_seen
         while True:
-            if self._rings_seen is not None and not self._problems:
-                await self._bell.wait(self._rings_seen, deadline - loop.time())
+            if rings is not None and not self._problems:
+                await self._bell.wait(rings, deadline - loop.time())
+            rings = self._bell.rings
             fetched = await self._look(bytes_max)
             if self._untold:
                 raise self._problems[self._untold.pop()]
@@ -141,6 +143,8 @@ class LocalReader:
                 raise next(iter(self._problems.values()))
             if loop.time() >= deadline:
                 return ()
+            if fetched.more:
+                rings = None
 
     async def commit(self, applied: Mapping[Partition, Offset]) -> None:
         """Store applied offsets under the reader's group."""
@@ -157,8 +161,10 @@ class LocalReader:
         await self._thread.close()
 
     def _look_anew(self) -> None:
+        """Of a poll in progress too, whether it sleeps or looks."""
         self._sought += 1
         self._rings_seen = None
+        self._bell.wake()
 
     async def _look(self, bytes_max: int) -> Fetched:
         """All that is there, or enough of it; then nothing is until the bell rings again."""
@@ -177,8 +183,10 @@ class LocalReader:
             problem = "the log was replaced by another one"
             self._found({p: LogReplaced(partition=p, problem=problem) for p in self._positions})
             return Fetched((), {})
+        if sought != self._sought:  # it was for other positions
+            return Fetched((), {}, more=True)
         self._found(fetched.problems)
-        if not fetched.more and sought == self._sought:
+        if self._bell.hears and not fetched.more:
             self._rings_seen = rings
         return fetched
 

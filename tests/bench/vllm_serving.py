@@ -2,8 +2,8 @@
 
 Two servers stand side by side, one with kvlog's connector and a daemon, one with a connector that does nothing, so
 that both have vLLM's own cost of having any. One of them computes at a time, in the order A B B A, so that a
-disturbance hits both: the shorter a run, the better. Each has one thread (pinned), the daemon shares the other core with
-vLLM's engine core, which is never idle. Intervals are of 95 %, by a bootstrap over rounds.
+disturbance hits both: the shorter a run, the better. Each has one thread (pinned), the daemon shares the other core
+with vLLM's engine core, which is never idle. Intervals are of 95 %, by a bootstrap over rounds.
 
 Besides the rate, which whatever else runs on the machine disturbs, processor time is compared: of all processes of a
 server, for each token. float32, since a processor without bfloat16 of its own takes a second for a step; blocks of 128.

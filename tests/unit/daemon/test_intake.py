@@ -7,6 +7,7 @@ import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, cast
 
+from daemon import intake
 from daemon.codec import CodecChooser
 from daemon.intake import IntakeParts, RowIntake
 from daemon.pace import Pacer
@@ -23,6 +24,8 @@ from kvlog.modes import FULL, SyncMode, parse_sync_mode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+
+    import pytest
 
     from daemon.node import NodeShell
     from daemon.primary import Publisher
@@ -208,8 +211,11 @@ async def test_intake_of_rows_of_another_size_gives_the_engine_up() -> None:
         assert bench.shell.told == []
 
 
-async def test_intake_looks_at_the_ring_once_for_each_time_its_bell_rings() -> None:
+async def test_intake_looks_at_the_ring_once_for_each_time_its_bell_rings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A step wakes the daemon once, not a second time for nothing."""
+    monkeypatch.setattr(intake, "_IDLE_SECONDS", 60.0)
     async with running() as bench:
         bench.open(7)
         looks: list[float] = []

@@ -271,7 +271,8 @@ async def test_reader_that_has_all_looks_again_when_the_bell_rings(
     async with asyncio.timeout(DEADLINE_SECONDS):
         for number in range(5):
             polling = asyncio.create_task(reader.poll(bytes_max=1000, timeout_seconds=10 * DEADLINE_SECONDS))
-            await asyncio.sleep(0.02)
+            while not looks:  # noqa: ASYNC110  # until it waits
+                await asyncio.sleep(0.001)
             await append(writer, b"%d" % number)
             assert [b"%d" % number] == [bytes(message.value) for message in await polling]
     assert [0, 1, 1, 1, 1, 1] == looks
@@ -314,12 +315,61 @@ async def test_reader_sought_while_it_looks_does_not_wait_for_the_bell(
     log, _ = counted_log
     writer, reader = await log.writer(), await log.reader()
     await append(writer, b"a", b"b")
-    reader.assign({P0: Offset(2)})
+    for begins in (0, 2):  # the look finds something, or nothing
+        reader.assign({P0: Offset(begins)})
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            polling = asyncio.create_task(reader.poll(bytes_max=100, timeout_seconds=10 * DEADLINE_SECONDS))
+            await asyncio.sleep(0)  # it looks
+            reader.seek(P0, Offset(1))
+            assert [b"b"] == [bytes(message.value) for message in await polling]
+        assert {P0: Offset(2)} == reader.positions()
+
+
+async def test_reader_assigned_anew_while_it_looks_forgets_what_it_found(
+    counted_log: tuple[LocalLog, list[int]],
+) -> None:
+    """A partition that is not followed any more does not come back with its messages."""
+    log, _ = counted_log
+    writer, reader = await log.writer(), await log.reader()
+    await append(writer, b"a")
+    await append(writer, b"b", partition=Partition(1))
+    reader.assign({P0: Offset(0)})
     async with asyncio.timeout(DEADLINE_SECONDS):
         polling = asyncio.create_task(reader.poll(bytes_max=100, timeout_seconds=10 * DEADLINE_SECONDS))
         await asyncio.sleep(0)  # it looks
-        reader.seek(P0, Offset(1))
+        reader.assign({Partition(1): Offset(0)})
         assert [b"b"] == [bytes(message.value) for message in await polling]
+    assert {Partition(1): Offset(1)} == reader.positions()
+
+
+async def test_reader_that_sleeps_is_woken_by_a_seek(counted_log: tuple[LocalLog, list[int]]) -> None:
+    """What is followed from now on is read now, not when the log grows."""
+    log, looks = counted_log
+    writer, reader = await log.writer(), await log.reader()
+    await append(writer, b"a")
+    reader.assign({P0: Offset(1)})
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        polling = asyncio.create_task(reader.poll(bytes_max=100, timeout_seconds=10 * DEADLINE_SECONDS))
+        while not looks:  # noqa: ASYNC110  # until it waits
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        reader.seek(P0, Offset(0))
+        assert [b"a"] == [bytes(message.value) for message in await polling]
+
+
+async def test_reader_without_inotify_looks_at_each_poll(
+    counted_log: tuple[LocalLog, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing tells it when there is something, so it does not wait before it has looked."""
+    log, _ = counted_log
+    monkeypatch.setattr(local_bell.Bell, "hears", False)
+    writer, reader = await log.writer(), await log.reader()
+    reader.assign({P0: Offset(0)})
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        for number in range(3):
+            await append(writer, b"%d" % number)
+            found = await reader.poll(bytes_max=1000, timeout_seconds=10 * DEADLINE_SECONDS)
+            assert [b"%d" % number] == [bytes(message.value) for message in found]
 
 
 async def test_bell_of_replaced_file_is_found_again(tmp_path: Path) -> None:
