@@ -24,7 +24,11 @@ _PARENT = os.getpid()
 
 
 def die_with_parent(parent: int = _PARENT) -> None:
-    """Ask the kernel for SIGKILL at the parent's end: a `preexec_fn`, so it runs in the child, before the program."""
+    """Ask the kernel for SIGKILL at the parent's end: a `preexec_fn`, so it runs in the child, before the program.
+
+    And let it be interrupted: a shell has what it starts in the background ignore SIGINT, and that is inherited.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we could ask
         os._exit(1)
