@@ -75,7 +75,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # not a session: see tests.processes
                 preexec_fn=die_with_parent,
                 env={**os.environ, **(environment or {})},
             )

@@ -293,7 +293,7 @@ class JarBroker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,  # not a session: see tests.processes
                 preexec_fn=die_with_parent,  # tests start brokers from the main thread
             )
 

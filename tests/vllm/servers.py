@@ -162,7 +162,7 @@ class VllmServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # not a session: see tests.processes
                 preexec_fn=die_with_parent,
                 cwd=self.folder,
                 env=environment,
