@@ -64,6 +64,7 @@ class PlannerOptions:
         ranks: workers that must say ready.
         held_blocks_max: blocks of finished requests that are kept for the log at a time.
         rows_at_once_max: rows that are loaded within one step; a load that would make them more is done beside it.
+        compute_tokens: who has no more than so many to compute does not wait for its turn, unless it takes over.
         instance: random bytes that no other engine has; what the workers call a turn, or new weights, begins with it.
     """
 
@@ -71,6 +72,7 @@ class PlannerOptions:
     ranks: int = 1
     held_blocks_max: int = 0
     rows_at_once_max: int = 1 << 62
+    compute_tokens: int = 0
     instance: bytes = b""
 
 
@@ -129,10 +131,11 @@ class FinishedRequest:
 class _Tracked:
     """One request.
 
-    `running`: it holds blocks under `key`. `late`: it began without waiting any longer. `loading`: its blocks are being
-    filled beside the steps, and are not free before the workers say so, whatever becomes of the request. `sent`: tokens
-    that the workers know; `told`: the last watermark. `asked_rows`: what this turn loads. `spoilt`: a load of it has
-    failed, so nothing is loaded for it any more: it would come back to the scheduler, and fail, again and again.
+    `running`: it holds blocks under `key`. `late`: it began without waiting, or without waiting any longer. `loading`:
+    its blocks are being filled beside the steps, and are not free before the workers say so, whatever becomes of the
+    request. `sent`: tokens that the workers know; `told`: the last watermark. `asked_rows`: what this turn loads.
+    `spoilt`: a load of it has failed, so nothing is loaded for it any more: it would come back to the scheduler, and
+    fail, again and again.
     """
 
     request: NewRequest
@@ -194,7 +197,8 @@ class StepPlanner:
         tracked.local = local
         if tracked.key == _NO_TURN:
             self._ask(tracked, now)
-            return None
+            tracked.late = self._is_quickly_computed(tracked)
+            return 0 if tracked.late else None
         if tracked.late or tracked.spoilt:
             return 0
         if len(tracked.ready) < self._options.ranks:
@@ -331,6 +335,18 @@ class StepPlanner:
         if length > tracked.told:
             new = tuple(tokens[tracked.sent :])
             self._last.append(RowsAt(tracked.key, blocks=(), anew=False, tokens=new, length=length))
+
+    def _is_quickly_computed(self, tracked: _Tracked) -> bool:
+        """To wait costs a step at least: not worth it for little, and the log has nothing of a session of its own.
+
+        Whoever takes over waits, however little there is: what was shown already is to go on from the same bytes.
+        """
+        request = tracked.request
+        assert not isinstance(request.turn, str), "dropped when it was added"
+        if request.turn.take_over:
+            return False
+        is_new = not request.named and tracked.previous == _NO_TURN
+        return is_new or len(request.tokens) - tracked.local <= self._options.compute_tokens
 
     def _ask(self, tracked: _Tracked, now: float) -> None:
         self._keys += 1

@@ -366,9 +366,10 @@ class StepWorker:
         self._unstage(entry)
         if entry.pending is not None:
             handle = entry.handle or entry.pending.settle()
+            may_be_there = handle.was_logged or handle.is_asked
             self._replicator.close_turn(handle, entry.rows, entry.tokens, until=now)
             self._remember(entry, handle.epoch, now)
-            if close is not None and close.forget and handle.was_logged and not handle.fenced.is_set():
+            if close is not None and close.forget and may_be_there and not handle.fenced.is_set():
                 self._replicator.forget(entry.ask.request.session)
         entry.rows.close()
         if close is not None and close.held:

@@ -79,6 +79,7 @@ class KvlogConnector(KVConnectorBase_V1, SupportsHMA):
                 engine=str(vllm_config.kv_transfer_config.engine_id),
                 blocks=kv_cache_config.num_blocks,
                 row_bytes=_row_bytes(kv_cache_config),
+                block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
             )
             self._scheduler = SchedulerHalf(settings, shape, AdapterDigests(_adapter_folder))

@@ -43,12 +43,14 @@ class EngineShape:
         engine: vLLM's id of it.
         blocks: of the whole cache.
         row_bytes: of one position, all layers, on one rank.
+        block_size: positions of a block.
         ranks: of it.
     """
 
     engine: str
     blocks: int
     row_bytes: int
+    block_size: int
     ranks: int = 1
 
 
@@ -72,6 +74,7 @@ class SchedulerHalf:
         self.faults = 0
         self._wait_seconds = settings.wait_seconds
         self._counted: dict[str, int] = {}
+        few = settings.compute_tokens
         self._planner = StepPlanner(
             PlannerOptions(
                 wait_seconds=settings.wait_seconds,
@@ -79,6 +82,7 @@ class SchedulerHalf:
                 instance=os.urandom(16),
                 held_blocks_max=int(settings.hold_blocks_share * shape.blocks),
                 rows_at_once_max=settings.load_step_bytes // shape.row_bytes,
+                compute_tokens=shape.block_size if few is None else few,
             )
         )
 

@@ -35,6 +35,8 @@ class ConnectorSettings:
         staging_bytes: verified rows that wait to be loaded, of all sessions; ≥ 0.
         load_step_bytes: rows that are loaded within one step; a load that makes them more is done beside it; ≥ 0.
             Blocks that are filled beside the steps are shared with nobody before they are full (docs/adr/0006).
+        compute_tokens: a request that has no more than so many to compute does not wait for its session, unless it
+            takes over; ≥ 0. None: a block of the scheduler's.
         any_version: serve a vLLM outside the tested window.
         cuda: `experimental`: serve a cache on a GPU, by code that has never run on one.
     """
@@ -46,6 +48,7 @@ class ConnectorSettings:
     step_bytes: int = 2 << 20
     staging_bytes: int = 2 << 30
     load_step_bytes: int = 0
+    compute_tokens: int | None = None
     any_version: bool = False
     cuda: CudaUse = CudaUse.REFUSED
 
@@ -71,6 +74,7 @@ class ConnectorSettings:
             step_bytes=int(_number(extra, "step_bytes", (1, 1 << 40))),
             staging_bytes=int(_number(extra, "staging_bytes", (0, 1 << 50))),
             load_step_bytes=int(_number(extra, "load_step_bytes", (0, 1 << 50))),
+            compute_tokens=_count_or_none(extra, "compute_tokens"),
             any_version=extra.get("any_version", False) is True,
             cuda=_cuda(extra.get("cuda", CudaUse.REFUSED)),
         )
@@ -86,6 +90,10 @@ def _number(extra: Mapping[str, object], key: str, bounds: tuple[float, float]) 
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise _bad(key, f"{value!r} is not a number from {least:g} to {most:g}", "correct it")
     return value
+
+
+def _count_or_none(extra: Mapping[str, object], key: str) -> int | None:
+    return int(_number(extra, key, (0, 1 << 30))) if key in extra else None
 
 
 def _cuda(value: object) -> CudaUse:

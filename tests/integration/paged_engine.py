@@ -299,6 +299,7 @@ class PagedOptions:
         blocks: of the cache.
         wait: seconds that a request waits for its rows.
         at_once: rows that are loaded in a step; more are loaded beside the steps.
+        few: who has no more tokens than so many to compute does not wait.
         over: makes of the cache what the workers read and write it through.
     """
 
@@ -307,6 +308,7 @@ class PagedOptions:
     blocks: int = 64
     wait: float = 2.0
     at_once: int = 1000
+    few: int = 0
     over: Callable[[Memory], RowStore] | None = None
 
 
@@ -338,6 +340,7 @@ def paged(path: Path, wanted: PagedOptions | None = None, **worker: Any) -> Iter
         ranks=wanted.ranks,
         held_blocks_max=wanted.blocks,
         rows_at_once_max=wanted.at_once,
+        compute_tokens=wanted.few,
         instance=os.urandom(16),
     )
     workers = WorkerOptions(ranks=wanted.ranks, **worker)

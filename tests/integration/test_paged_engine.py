@@ -35,7 +35,7 @@ def assert_in_log(daemon: FakeDaemon, engine: PagedEngine, name: str, session: s
 
 def closed(daemon: FakeDaemon, turn: int) -> int:
     """Where a turn was closed, once it is."""
-    wait_for(lambda: daemon.turns[turn].closed_at is not None, "the turn stays open")
+    wait_for(lambda: turn in daemon.turns and daemon.turns[turn].closed_at is not None, "the turn stays open")
     at = daemon.turns[turn].closed_at
     assert at is not None
     return at
@@ -310,6 +310,37 @@ def test_late_answer_is_logged_from_the_first_row_without_a_load(tmp_path):
         assert 0 == engine.worker.counts.rows_loaded
 
 
+def test_request_with_little_to_compute_waits_for_no_answer_and_is_logged_whole(tmp_path):
+    """Its turn opens while it is computed."""
+    wanted = PagedOptions(few=SIZE)
+    with with_daemon(tmp_path / "s", Knobs(answer_after=0.3), wanted) as (daemon, engine):
+        engine.add("a", PROMPT[:SIZE])
+        began = time.monotonic()
+        engine.run_until("a", SIZE + 1)
+        assert time.monotonic() - began < 0.3
+        engine.step_until(lambda: daemon.turns and daemon.sessions["a"].rows)
+        engine.step(20)
+        assert_in_log(daemon, engine, "a")
+        engine.add("b", PROMPT)
+        began = time.monotonic()
+        engine.run_until("b", len(PROMPT) + 1)
+        assert time.monotonic() - began >= 0.3, "the control: with more to compute it waits"
+        assert 0 == engine.worker.counts.rows_loaded
+
+
+def test_request_with_little_to_compute_that_ends_before_its_answer_is_held_and_logged(tmp_path):
+    """One token of an answer, in one step: its rows are read from the blocks that are kept for it."""
+    wanted = PagedOptions(few=SIZE)
+    with with_daemon(tmp_path / "s", Knobs(answer_after=0.3), wanted) as (daemon, engine):
+        engine.add("a", PROMPT[:SIZE])
+        engine.run_until("a", SIZE + 1)
+        assert not daemon.turns or not daemon.sessions["a"].rows, "it ended before its turn was there"
+        assert engine.finish("a").hold
+        engine.step_until(lambda: daemon.turns and daemon.turns[1].closed_at is not None)
+        assert SIZE == closed(daemon, 1)
+        assert PROMPT[:SIZE] == daemon.sessions["a"].tokens
+
+
 def test_engine_without_a_daemon_serves_at_once(tmp_path):
     """Nothing is waited for, nothing is held for long, nothing fails."""
     with paged(tmp_path / "s", hold_seconds=0.05) as engine:
@@ -407,12 +438,22 @@ def test_session_named_by_its_request_only_ends_with_it(tmp_path, named):
         engine.add("a", PROMPT, named=named)
         engine.run_until("a", 110)
         engine.finish("a")
-        engine.step(3)
-        closed(daemon, 1)
+        engine.step_until(lambda: daemon.turns and daemon.turns[1].closed_at is not None)
         if named:
             assert [] == daemon.forgotten
         else:
             wait_for(lambda: daemon.forgotten == ["a"])
+
+
+def test_session_of_a_request_that_is_aborted_before_its_answer_ends_with_it(tmp_path):
+    """The turn opens for nobody; what is claimed for it need not wait for its time to live."""
+    with with_daemon(tmp_path / "s", Knobs(answer_after=0.3)) as (daemon, engine):
+        engine.add("a", PROMPT, named=False)
+        engine.step(2)
+        engine.planner.finished("a", 0)
+        engine.step(2)
+        wait_for(lambda: daemon.forgotten == ["a"])
+        assert 0 == closed(daemon, 1)
 
 
 def test_blocks_are_of_the_size_that_the_tests_speak_of():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,6 +117,48 @@ def test_request_that_waited_too_long_is_computed_and_still_followed():
     one.allocated("r", [0], 0)
     plan = one.plan([Scheduled("r", 0, 3, [0], anew=True)], ())
     assert ((), (RowsAt(FIRST, (0,), True, (), 3),)) == (plan.loads, plan.rows)
+
+
+def test_request_with_little_to_compute_does_not_wait_and_is_followed():
+    """To wait would cost a step. Its turn is asked for with the step that computes it; what it has is not loaded."""
+    one = planner(compute_tokens=16)
+    one.add(NewRequest("r", TURN, list(range(48)), named=True))
+    assert 0 == one.matched("r", 32, 0.0)
+    one.allocated("r", [4, 5, 6], 0)
+    plan = one.plan([Scheduled("r", 32, 16, [4, 5, 6], anew=True)], ())
+    assert [FIRST] == [ask.key for ask in plan.opens]
+    assert ((), (RowsAt(FIRST, (4, 5, 6), True, (), 48),)) == (plan.loads, plan.rows)
+    one.take(ready(40, start=32))
+    assert 0 == one.matched("other", 0, 0.0)
+
+
+@pytest.mark.parametrize("many", [17, 1000])
+def test_request_with_more_to_compute_waits(many: int):
+    """Beyond what the engine's own cache has."""
+    one = planner(compute_tokens=16)
+    one.add(NewRequest("r", TURN, list(range(32 + many)), named=True))
+    assert one.matched("r", 32, 0.0) is None
+
+
+def test_request_that_takes_over_waits_however_little_there_is():
+    """What was shown already goes on from the same bytes."""
+    one = planner(compute_tokens=16)
+    one.add(NewRequest("r", replace(TURN, take_over=True), [1, 2, 3], named=True))
+    assert one.matched("r", 0, 0.0) is None
+    one.plan((), ())
+    one.take(ready(3))
+    assert 2 == one.matched("r", 0, 0.0)
+
+
+def test_request_that_names_no_session_waits_for_its_own_rows_only():
+    """Nobody else can have logged any; once it was preempted, it has."""
+    one = planner()
+    one.add(NewRequest("r", TURN, list(range(100)), named=False))
+    assert 0 == one.matched("r", 0, 0.0)
+    one.allocated("r", [0], 0)
+    one.plan([Scheduled("r", 0, 100, [0], anew=True)], ())
+    one.plan((), ["r"])
+    assert one.matched("r", 0, 0.0) is None
 
 
 def test_request_whose_local_prefix_has_left_loads_nothing():

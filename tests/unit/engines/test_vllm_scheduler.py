@@ -26,7 +26,7 @@ KEY = TurnKey(1)
 def half():
     """With loads of up to 100 rows in one step."""
     settings = ConnectorSettings(link=Path("/nowhere"), load_step_bytes=1000)
-    shape = EngineShape(engine=f"test-{os.urandom(8).hex()}", blocks=100, row_bytes=10)
+    shape = EngineShape(engine=f"test-{os.urandom(8).hex()}", blocks=100, row_bytes=10, block_size=16)
     one = SchedulerHalf(settings, shape)
     yield one
     one.close()

@@ -142,6 +142,14 @@ def test_settings_are_read_with_their_defaults():
 
 
 @pytest.mark.parametrize(
+    ("extra", "tokens"), [({}, None), ({"compute_tokens": 0}, 0), ({"compute_tokens": 64}, 64)]
+)
+def test_setting_of_what_is_computed_at_once_is_a_block_unless_it_is_given(extra, tokens):
+    """Nought is a number, too: all wait then."""
+    assert tokens == ConnectorSettings.parse({"link": "/s", **extra}).compute_tokens
+
+
+@pytest.mark.parametrize(
     ("extra", "said"),
     [
         ({}, "link"),
@@ -151,6 +159,8 @@ def test_settings_are_read_with_their_defaults():
         ({"link": "/s", "hold_blocks_share": 1.5}, "hold_blocks_share"),
         ({"link": "/s", "step_bytes": 0}, "step_bytes"),
         ({"link": "/s", "hold_seconds": True}, "hold_seconds"),
+        ({"link": "/s", "compute_tokens": -1}, "compute_tokens"),
+        ({"link": "/s", "compute_tokens": None}, "compute_tokens"),
         ({"link": "/s", "cuda": True}, "cuda"),
         ({"link": "/s", "cuda": "yes"}, "experimental"),
     ],
