@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.nodes import until
+from tests.nodes import logged_length, until
 from tests.vllm.copies import copy_whole_and_damaged
 from tests.vllm.fleet import DRAFTS, LOST_SECONDS, TAKE_OVER, Pace, Row, prompt_of, stock_client
 
@@ -26,13 +26,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def assert_bytes(fleet: Fleet, node: VllmNode, session: str, turns: int = 1) -> dict[str, Any]:
-    """A turn's blocks hold what the log holds, all of it; the turn.
+    """A turn's blocks hold what the log holds, all of it, once the daemon has read it from the ring; the turn.
 
     Drafts that are accepted in the last step are logged with it: after the watched connector has looked.
     """
     turn = node.server.last_turn(session, turns)
-    logged = fleet.logged(session)
     length = turn["length"]
+    log = fleet.folder / "log"
+    until(lambda: logged_length(log, session) >= length, seconds=20, what=f"{length} rows of {session}")
+    logged = fleet.logged(session)
     assert 0 <= logged.rows - length <= (DRAFTS if node.name == "c" else 0)
     assert turn["tokens"] == logged.tokens[:length]
     assert turn["digests"] == logged.digests(length)
