@@ -304,7 +304,7 @@ class Replicator:
                     return
                 if not self._write(phase.link, [source], self._options.close_bytes):
                     turn.wait_while(phase, min(_RING_POLL_SECONDS, left))
-            elif turn.may_write_later:
+            elif turn.may_write_later(phase):
                 turn.wait_while(phase, left)
             else:
                 return
@@ -420,6 +420,8 @@ class Replicator:
             ):  # it goes on without: its cache has rows already
                 self.counts.turns_reopened += 1
                 link.client.send(Release(answer.turn))
+        elif turn.forget_when_opened and isinstance(answer, TurnOpened):  # its CloseTurn follows
+            link.client.send(Forget(turn.request.session))
         self.counts.turns_fenced += wanted and turn.fenced.is_set()
         return wanted
 

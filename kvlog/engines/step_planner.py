@@ -17,6 +17,7 @@ No I/O, no clock: time is passed in. One thread.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -38,10 +39,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvlog.engines.turn_state import TurnRequest
+    from kvlog.ids import SessionId
 
 __all__ = ["FinishedRequest", "NewRequest", "PlannerOptions", "Scheduled", "StepPlanner", "watermark"]
 
 _NO_TURN = TurnKey(0)
+
+_SEEN_MAX = 4096
+"""Sessions that were served here, the last ones; of a forgotten one no turn is closing any more."""
 
 
 def watermark(computed: int, scheduled: int, known: int) -> int:
@@ -64,7 +69,8 @@ class PlannerOptions:
         ranks: workers that must say ready.
         held_blocks_max: blocks of finished requests that are kept for the log at a time.
         rows_at_once_max: rows that are loaded within one step; a load that would make them more is done beside it.
-        compute_tokens: who has no more than so many to compute does not wait for its turn, unless it takes over.
+        compute_tokens: who has no more than so many to compute does not wait for its session's first turn here, unless
+            it takes over.
         instance: random bytes that no other engine has; what the workers call a turn, or new weights, begins with it.
     """
 
@@ -174,6 +180,7 @@ class StepPlanner:
         self._opens: list[OpenAsk] = []
         self._loads: list[LoadAsk] = []
         self._last: list[RowsAt] = []
+        self._seen: OrderedDict[SessionId, None] = OrderedDict()
         self._renewals = 0
         self._renewal = b""
         self.unlogged: dict[str, int] = {}
@@ -293,7 +300,8 @@ class StepPlanner:
         self._by_key.pop(tracked.key, None)
         followed = tracked.key != _NO_TURN and tracked.cause is None
         room = sum(self._held.values()) + blocks <= self._options.held_blocks_max
-        hold = followed and tracked.running and not tracked.loading and blocks > 0 and room
+        lasts = tracked.request.named  # else its last rows would be written to be forgotten
+        hold = lasts and followed and tracked.running and not tracked.loading and blocks > 0 and room
         if tracked.key != _NO_TURN:
             self._closes.append(CloseAsk(tracked.key, name if hold else "", forget=not tracked.request.named))
         if hold:
@@ -337,16 +345,21 @@ class StepPlanner:
             self._last.append(RowsAt(tracked.key, blocks=(), anew=False, tokens=new, length=length))
 
     def _is_quickly_computed(self, tracked: _Tracked) -> bool:
-        """To wait costs a step at least: not worth it for little, and the log has nothing of a session of its own.
+        """To wait costs a step at least: not worth it for little, and the log has nothing of a request's own session.
 
-        Whoever takes over waits, however little there is: what was shown already is to go on from the same bytes.
+        Whoever takes over waits, however little there is: what was shown already is to go on from the same bytes. So
+        does who comes after a turn of the session's here: that one may still be closing, and its own turn open late.
         """
         request = tracked.request
         assert not isinstance(request.turn, str), "dropped when it was added"
-        if request.turn.take_over:
+        session = request.turn.session
+        seen, self._seen[session] = session in self._seen, None
+        self._seen.move_to_end(session)
+        if len(self._seen) > _SEEN_MAX:
+            self._seen.popitem(last=False)
+        if seen or request.turn.take_over:
             return False
-        is_new = not request.named and tracked.previous == _NO_TURN
-        return is_new or len(request.tokens) - tracked.local <= self._options.compute_tokens
+        return not request.named or len(request.tokens) - tracked.local <= self._options.compute_tokens
 
     def _ask(self, tracked: _Tracked, now: float) -> None:
         self._keys += 1

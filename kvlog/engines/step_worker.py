@@ -349,7 +349,8 @@ class StepWorker:
         entry.closing = close
         if entry in self._waiting:
             self._waiting.remove(entry)
-        if close.held and entry.handle is not None:
+        if close.held and entry.pending is not None:
+            entry.handle = entry.handle or entry.pending.settle()
             entry.until = now + self._options.hold_seconds
             return
         if self._is_under_way(entry):  # its rows come without the blocks, once they are under way
@@ -366,10 +367,10 @@ class StepWorker:
         self._unstage(entry)
         if entry.pending is not None:
             handle = entry.handle or entry.pending.settle()
-            may_be_there = handle.was_logged or handle.is_asked
+            handle.turn.forget_when_opened = forget = close is not None and close.forget
             self._replicator.close_turn(handle, entry.rows, entry.tokens, until=now)
             self._remember(entry, handle.epoch, now)
-            if close is not None and close.forget and may_be_there and not handle.fenced.is_set():
+            if forget and handle.was_logged and not handle.fenced.is_set():
                 self._replicator.forget(entry.ask.request.session)
         entry.rows.close()
         if close is not None and close.held:

@@ -120,6 +120,7 @@ class TurnState:
         tokens: ids so far; the engine's own growing list is taken, and replaced by `follow`.
         only_reads: another rank of the engine writes the turn's rows.
 
+    `forget_when_opened`: if it opens after its end, the session ends with it.
     `watcher`, once it is set, is called at every change, under the lock: it must neither block nor raise nor call back.
     """
 
@@ -133,6 +134,7 @@ class TurnState:
         self.attach: Logged | None = None
         self._may_attach = True
         self.fenced = threading.Event()
+        self.forget_when_opened = False
         self._changed = threading.Condition()
         self.watcher: Callable[[], None] | None = None
         self._attempts = 0
@@ -145,11 +147,11 @@ class TurnState:
         phase = self.phase
         return phase.reason if isinstance(phase, Unlogged | Asking) else None
 
-    @property
-    def may_write_later(self) -> bool:
-        """It was logged, is not now, and may soon be, to write what is behind."""
-        reason = self.reason
-        return not self.only_reads and self.epoch > 0 and reason is not None and reason.passes
+    def may_write_later(self, phase: Phase) -> bool:
+        """In that phase it is not logged, and may soon be, to write what is behind: it is asked for, or was logged."""
+        if self.only_reads or isinstance(phase, Logged | Closed):
+            return False
+        return isinstance(phase, Asking) or (self.epoch > 0 and phase.reason.passes)
 
     @property
     def wait_seconds(self) -> float:

@@ -83,11 +83,6 @@ class TurnHandle:
         return isinstance(self.turn.phase, Logged)
 
     @property
-    def is_asked(self) -> bool:
-        """The daemon was asked for the turn, and its answer is still due."""
-        return isinstance(self.turn.phase, Asking)
-
-    @property
     def was_logged(self) -> bool:
         """Rows went to the log at some time: the log may hold something of the session."""
         return self.turn.epoch > 0
@@ -121,7 +116,7 @@ class TurnHandle:
         turn, phase = self.turn, self.turn.phase
         if isinstance(phase, Logged):
             return rows_behind((phase.cursor, cache, turn.tokens)) > 0
-        return turn.may_write_later or (self.is_asked and not turn.only_reads)
+        return turn.may_write_later(phase)
 
     @property
     def acked_length(self) -> Position:

@@ -35,6 +35,10 @@ _OPEN_SHARE = 0.5
 """Of the time that a request waits, the part that the daemon may take to become primary; the rest is for the copy."""
 
 
+_COMPUTE_TOKENS = 128
+"""What is computed at once unless a setting says otherwise, if a block is no less: blocks may be large."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
     """What the scheduler's half has to know of its engine.
@@ -82,7 +86,7 @@ class SchedulerHalf:
                 instance=os.urandom(16),
                 held_blocks_max=int(settings.hold_blocks_share * shape.blocks),
                 rows_at_once_max=settings.load_step_bytes // shape.row_bytes,
-                compute_tokens=shape.block_size if few is None else few,
+                compute_tokens=min(shape.block_size, _COMPUTE_TOKENS) if few is None else few,
             )
         )
 

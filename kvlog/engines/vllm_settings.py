@@ -35,8 +35,8 @@ class ConnectorSettings:
         staging_bytes: verified rows that wait to be loaded, of all sessions; ≥ 0.
         load_step_bytes: rows that are loaded within one step; a load that makes them more is done beside it; ≥ 0.
             Blocks that are filled beside the steps are shared with nobody before they are full (docs/adr/0006).
-        compute_tokens: a request that has no more than so many to compute does not wait for its session, unless it
-            takes over; ≥ 0. None: a block of the scheduler's.
+        compute_tokens: a request that has no more than so many to compute does not wait for its session's first turn
+            here, unless it takes over; ≥ 0. None: a block of the scheduler's, 128 at most.
         any_version: serve a vLLM outside the tested window.
         cuda: `experimental`: serve a cache on a GPU, by code that has never run on one.
     """

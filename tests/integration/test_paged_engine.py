@@ -341,6 +341,19 @@ def test_request_with_little_to_compute_that_ends_before_its_answer_is_held_and_
         assert PROMPT[:SIZE] == daemon.sessions["a"].tokens
 
 
+def test_turn_behind_one_that_ended_before_its_answer_is_logged_too(tmp_path):
+    """However little it has to compute: it waits until the one before it is over."""
+    with with_daemon(tmp_path / "s", Knobs(answer_after=0.3), PagedOptions(few=SIZE)) as (daemon, engine):
+        first = engine.add("a", PROMPT[:8], "s")
+        engine.run_until("a", 9)
+        assert engine.finish("a").hold
+        second = engine.add("b", [*first.tokens, 7], "s")
+        engine.run_until("b", 11)
+        engine.finish("b")
+        engine.step_until(lambda: 2 in daemon.turns and daemon.turns[2].closed_at is not None)
+        assert second.tokens[:10] == daemon.sessions["s"].tokens
+
+
 def test_engine_without_a_daemon_serves_at_once(tmp_path):
     """Nothing is waited for, nothing is held for long, nothing fails."""
     with paged(tmp_path / "s", hold_seconds=0.05) as engine:
@@ -446,12 +459,13 @@ def test_session_named_by_its_request_only_ends_with_it(tmp_path, named):
 
 
 def test_session_of_a_request_that_is_aborted_before_its_answer_ends_with_it(tmp_path):
-    """The turn opens for nobody; what is claimed for it need not wait for its time to live."""
+    """The turn opens for nobody: only then is there something to end, or it would be claimed once more."""
     with with_daemon(tmp_path / "s", Knobs(answer_after=0.3)) as (daemon, engine):
         engine.add("a", PROMPT, named=False)
         engine.step(2)
-        engine.planner.finished("a", 0)
+        assert not engine.finish("a").hold
         engine.step(2)
+        assert ([], {}) == (daemon.forgotten, daemon.turns)
         wait_for(lambda: daemon.forgotten == ["a"])
         assert 0 == closed(daemon, 1)
 

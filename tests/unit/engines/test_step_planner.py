@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlog.engines import step_planner
 from kvlog.engines.step_plan import (
     CloseAsk,
     Dropped,
@@ -150,6 +151,39 @@ def test_request_that_takes_over_waits_however_little_there_is():
     assert 2 == one.matched("r", 0, 0.0)
 
 
+def test_request_with_little_to_compute_waits_behind_another_one_of_its_session():
+    """Whose turn may still be closing: its own one would open late, or be refused, when it is over already."""
+    one = planner(compute_tokens=16)
+    for name, wanted in (("a", 0), ("b", None)):
+        one.add(NewRequest(name, TURN, [1, 2, 3], named=True))
+        assert wanted == one.matched(name, 0, 0.0)
+    one.finished("a", 0)
+    one.add(NewRequest("c", TURN, [1, 2, 3], named=True))
+    assert one.matched("c", 0, 0.0) is None
+
+
+def test_request_that_names_no_session_is_not_held():
+    """Its turn would open to be forgotten, and its blocks are kept from those whose rows are wanted."""
+    for named in (True, False):
+        one = planner(compute_tokens=16)
+        one.add(NewRequest("r", TURN, [1, 2, 3], named=named))
+        assert 0 == one.matched("r", 0, 0.0)
+        one.allocated("r", [0], 0)
+        one.plan([Scheduled("r", 0, 3, [0], anew=True)], ())
+        assert named == one.finished("r", 1, 3).hold
+
+
+def test_sessions_that_were_seen_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch):
+    """The last ones; memory does not grow with every request that names none."""
+    monkeypatch.setattr(step_planner, "_SEEN_MAX", 2)
+    one = planner(compute_tokens=16)
+    found = []
+    for k, session in enumerate("abacb"):
+        one.add(NewRequest(f"r{k}", replace(TURN, session=SessionId(session)), [1], named=True))
+        found.append(one.matched(f"r{k}", 0, 0.0))
+    assert [0, 0, None, 0, 0] == found
+
+
 def test_request_that_names_no_session_waits_for_its_own_rows_only():
     """Nobody else can have logged any; once it was preempted, it has."""
     one = planner()
@@ -277,8 +311,8 @@ def test_finished_request_holds_its_blocks_until_they_are_read():
     one.add(NewRequest("c", TURN, [1], named=False))
     one.matched("c", 0, 0.0)
     one.allocated("c", [1], 0)
-    assert one.finished("c", 1).hold
-    assert (CloseAsk(TurnKey(3), "c", forget=True),) == one.plan((), ()).closes
+    assert not one.finished("c", 1).hold, "its session ends with it: nobody would read what is written yet"
+    assert (CloseAsk(TurnKey(3), "", forget=True),) == one.plan((), ()).closes
 
 
 def test_held_blocks_are_given_up_though_no_step_can_be_planned_any_more():

@@ -188,3 +188,24 @@ def test_request_that_leaves_while_its_adapter_is_read_leaves_nothing(half, tmp_
     half.on_new_request(one)
     half.finished(one, 0)
     assert {} == half._undescribed
+
+
+@pytest.mark.parametrize(
+    ("block", "few", "tokens", "waits"),
+    [
+        (16, None, 16, False),
+        (16, None, 17, True),
+        (256, None, 128, False),
+        (256, None, 129, True),
+        (16, 0, 1, True),
+        (16, 40, 40, False),
+    ],
+)
+def test_request_of_no_more_than_a_block_is_computed_at_once(block, few, tokens, waits):
+    """Or of what the setting says; nought is a number."""
+    shape = EngineShape(engine=f"test-{os.urandom(8).hex()}", blocks=100, row_bytes=10, block_size=block)
+    one = SchedulerHalf(ConnectorSettings(link=Path("/nowhere"), compute_tokens=few), shape)
+    asked = request(tokens)
+    one.on_new_request(asked)
+    assert ((None if waits else 0), False) == one.matched_tokens(asked, 0)
+    one.close()

@@ -145,7 +145,7 @@ def test_settings_are_read_with_their_defaults():
     ("extra", "tokens"), [({}, None), ({"compute_tokens": 0}, 0), ({"compute_tokens": 64}, 64)]
 )
 def test_setting_of_what_is_computed_at_once_is_a_block_unless_it_is_given(extra, tokens):
-    """Nought is a number, too: all wait then."""
+    """Nought is a number, too: whoever names a session waits then."""
     assert tokens == ConnectorSettings.parse({"link": "/s", **extra}).compute_tokens
 
 
