@@ -1,7 +1,7 @@
 """Daemon and engine processes that start at once: a process that has imported everything forks them.
 
 A daemon takes a second of a core to import, an engine with torch and transformers six: together a good part of all the
-tests' time. What is forked is a process like any other from there on: its program's main, in a session, environment and
+tests' time. What is forked is a process like any other from there on: its program's main, in a group, environment and
 folder of its own, with its exit code.
 """
 

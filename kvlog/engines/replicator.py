@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from kvlog.engines.engine_link import EngineLink
 from kvlog.engines.step_pace import StepPace
 from kvlog.engines.stepwrite import StepBudget, rows_behind
-from kvlog.engines.turn_state import Closed, Logged, TurnState, Unlogged
+from kvlog.engines.turn_state import Closed, Logged, TurnState, Unlogged, may_write_later
 from kvlog.engines.turns import LoadCounts, PendingTurn, TurnHandle
 from kvlog.errors import ConfigError, LinkClosed, LocalProtocolError
 from kvlog.ids import NO_EPOCH, Position
@@ -304,7 +304,7 @@ class Replicator:
                     return
                 if not self._write(phase.link, [source], self._options.close_bytes):
                     turn.wait_while(phase, min(_RING_POLL_SECONDS, left))
-            elif turn.may_write_later(phase):
+            elif may_write_later(turn, phase):
                 turn.wait_while(phase, left)
             else:
                 return

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvlog.link.client import Answer, LinkEvent
     from kvlog.modes import SyncMode
 
-__all__ = ["Asking", "Closed", "Logged", "Phase", "TurnRequest", "TurnState", "Unlogged"]
+__all__ = ["Asking", "Closed", "Logged", "Phase", "TurnRequest", "TurnState", "Unlogged", "may_write_later"]
 
 RETRY_SECONDS_MIN = 0.1
 RETRY_SECONDS_MAX = 10.0
@@ -112,6 +112,18 @@ class Closed:
 Phase = Unlogged | Asking | Logged | Closed
 
 
+def may_write_later(turn: TurnState, phase: Phase) -> bool:
+    """In this phase it is not logged, and may soon be, to write what is behind: it is asked for, or was logged.
+
+    Args:
+        turn: whose rows.
+        phase: as it was read once; it may be another one by now.
+    """
+    if turn.only_reads or isinstance(phase, Logged | Closed):
+        return False
+    return isinstance(phase, Asking) or (turn.epoch > 0 and phase.reason.passes)
+
+
 class TurnState:
     """One turn's phase, and what outlives a phase.
 
@@ -146,12 +158,6 @@ class TurnState:
         """Why nothing is logged; None while it is, or after the end."""
         phase = self.phase
         return phase.reason if isinstance(phase, Unlogged | Asking) else None
-
-    def may_write_later(self, phase: Phase) -> bool:
-        """In that phase it is not logged, and may soon be, to write what is behind: it is asked for, or was logged."""
-        if self.only_reads or isinstance(phase, Logged | Closed):
-            return False
-        return isinstance(phase, Asking) or (self.epoch > 0 and phase.reason.passes)
 
     @property
     def wait_seconds(self) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvlog.engines.stepwrite import rows_behind
-from kvlog.engines.turn_state import Asking, Logged
+from kvlog.engines.turn_state import Asking, Logged, may_write_later
 from kvlog.ids import Position
 from kvlog.link.messages import Release
 
@@ -116,7 +116,7 @@ class TurnHandle:
         turn, phase = self.turn, self.turn.phase
         if isinstance(phase, Logged):
             return rows_behind((phase.cursor, cache, turn.tokens)) > 0
-        return turn.may_write_later(phase)
+        return may_write_later(turn, phase)
 
     @property
     def acked_length(self) -> Position:

@@ -40,7 +40,7 @@ def test_forked_process_that_is_killed_says_by_what_and_others_end_with_who_fork
         )
         with nodes_started_by(forks.start):
             daemons = [node.start_daemon() for node in (first, second)]
-        assert [d.pid for d in daemons] == [os.getsid(d.pid) for d in daemons]
+        assert [d.pid for d in daemons] == [os.getpgid(d.pid) for d in daemons]
         assert -signal.SIGKILL == daemons[0].stop(signal.SIGKILL)
         assert daemons[1].code is None
     until(lambda: not Path(f"/proc/{daemons[1].pid}").exists(), what="the end of the second")

@@ -49,6 +49,8 @@ _NGRAM: Final = {
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }
+_LATENT: Final = ("--attention-backend", "CPU_MLA")
+"""By name: on a processor with AMX vLLM takes another one, which starts in 16 bits only."""
 _FENCE: Final = "kvlog.engines.vllm_fence.FenceMiddleware"
 _OPTIONS: Final = {
     "a": ("--max-num-batched-tokens", "64", "--middleware", _FENCE),
@@ -57,12 +59,12 @@ _OPTIONS: Final = {
         *("--speculative-config", json.dumps(_NGRAM), "--middleware", _FENCE),
         *("--max-num-batched-tokens", "64", "--long-prefill-token-threshold", "32"),
     ),
-    "d": (),
-    "e": (),
+    "d": _LATENT,
+    "e": _LATENT,
     "p": ("--tensor-parallel-size", "2", "--max-num-batched-tokens", "64"),
     "q": ("--tensor-parallel-size", "2", "--block-size", "32"),
-    "m": ("--tensor-parallel-size", "2"),
-    "n": ("--tensor-parallel-size", "2"),
+    "m": ("--tensor-parallel-size", "2", *_LATENT),
+    "n": ("--tensor-parallel-size", "2", *_LATENT),
 }
 _EXTRA: Final[dict[str, dict[str, object]]] = {
     "a": {"load_step_bytes": 8 << 20},

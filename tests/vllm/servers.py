@@ -49,7 +49,6 @@ __all__ = [
     "ROOT",
     "LoggedSession",
     "VllmServer",
-    "float32_latents",
     "logged_session",
     "run_vllm_python",
     "vllm_python",
@@ -77,18 +76,6 @@ def why_not() -> str:
     except ConfigError as error:
         return f"no vLLM: {error.fields['problem']}"
     return ""
-
-
-def float32_latents() -> pytest.MarkDecorator:
-    """Skips where vLLM itself cannot serve a latent model in float32; it is as we found it, and not ours.
-
-    Source: vllm/v1/attention/backends/mla/amx_mla.py, vLLM 0.32, which the CPU backend takes on a processor with AMX.
-    It packs weights of 16 bits only.
-    """
-    processor = Path("/proc/cpuinfo")
-    has_amx = processor.exists() and " amx_tile" in processor.read_text()
-    reason = "NOT TESTED: vLLM starts no latent model in float32 on a processor with AMX"
-    return pytest.mark.skipif(has_amx, reason=reason)
 
 
 def run_vllm_python(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:

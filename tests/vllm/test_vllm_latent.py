@@ -16,12 +16,11 @@ from tests.model.deepseek import LATENT, ROTARY
 from tests.nodes import until
 from tests.vllm.copies import copy_whole_and_damaged
 from tests.vllm.fleet import TAKE_OVER, Row, prompt_of
-from tests.vllm.servers import float32_latents
 
 if TYPE_CHECKING:
     from tests.vllm.fleet import Fleet, VllmNode
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), float32_latents()]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def test_latent_answer_goes_on_after_its_node_was_killed(fleet: Fleet) -> None:

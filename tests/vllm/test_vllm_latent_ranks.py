@@ -15,13 +15,12 @@ import pytest
 from tests.nodes import logged_length, until
 from tests.vllm.copies import copy_whole_and_damaged
 from tests.vllm.fleet import TAKE_OVER, Row, prompt_of
-from tests.vllm.servers import float32_latents
 from tests.vllm.test_vllm_ranks import RANKS, warmed
 
 if TYPE_CHECKING:
     from tests.vllm.fleet import Fleet, VllmNode
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500), float32_latents()]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 
 def test_latent_session_goes_on_on_servers_of_two_ranks_and_of_one(fleet: Fleet) -> None:

@@ -15,6 +15,7 @@ from kvlog.engines.turn_state import (
     TurnRequest,
     TurnState,
     Unlogged,
+    may_write_later,
 )
 from kvlog.engines.turns import LoadCounts, TurnHandle
 from kvlog.errors import LinkClosed
@@ -332,11 +333,14 @@ def test_turn_close_gives_what_the_daemon_must_be_told():
 def test_turn_of_a_rank_that_only_reads_never_has_rows_to_write(only_reads):
     """Neither now nor when its link is back: it has nothing to hold blocks for."""
     turn = TurnState(TurnRequest(session=SessionId("s")), [1, 2, 3], only_reads=only_reads)
-    turn.answered(asking(turn), LINK, OPENED, 0.0)
+    attempt = asking(turn)
+    assert may_write_later(turn, turn.phase) is not only_reads
+    turn.answered(attempt, LINK, OPENED, 0.0)
     phase = turn.phase
     assert isinstance(phase, Logged)
+    assert not may_write_later(turn, phase)
     assert (only_reads, 5) == (phase.cursor.only_reads, phase.opened.log_from)
     cursor = TurnHandle(turn, 64, LoadCounts()).cursor
     assert cursor == (None if only_reads else 5)
     turn.link_lost(LINK, 1.0)
-    assert turn.may_write_later is not only_reads
+    assert may_write_later(turn, turn.phase) is not only_reads
