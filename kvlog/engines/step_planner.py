@@ -203,8 +203,8 @@ class StepPlanner:
             self._give_up_turn(tracked)
         tracked.local = local
         if tracked.key == _NO_TURN:
-            self._ask(tracked, now)
             tracked.late = self._is_quickly_computed(tracked)
+            self._ask(tracked, now)
             return 0 if tracked.late else None
         if tracked.late or tracked.spoilt:
             return 0
@@ -352,12 +352,7 @@ class StepPlanner:
         """
         request = tracked.request
         assert not isinstance(request.turn, str), "dropped when it was added"
-        session = request.turn.session
-        seen, self._seen[session] = session in self._seen, None
-        self._seen.move_to_end(session)
-        if len(self._seen) > _SEEN_MAX:
-            self._seen.popitem(last=False)
-        if seen or request.turn.take_over:
+        if request.turn.take_over or request.turn.session in self._seen:
             return False
         return not request.named or len(request.tokens) - tracked.local <= self._options.compute_tokens
 
@@ -370,6 +365,10 @@ class StepPlanner:
         self._by_key[tracked.key] = tracked
         turn = tracked.request.turn
         assert not isinstance(turn, str), "dropped when it was added"
+        self._seen[turn.session] = None
+        self._seen.move_to_end(turn.session)
+        if len(self._seen) > _SEEN_MAX:
+            self._seen.popitem(last=False)
         if self._options.ranks > 1:
             turn = replace(turn, group=self._named("turn", tracked.key))
         self._opens.append(OpenAsk(tracked.key, turn, pack_tokens(tokens), tracked.local, tracked.previous))

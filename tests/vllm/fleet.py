@@ -23,7 +23,7 @@ import httpx
 from consumers.plain_http import NO_AUTHORITIES
 from tests.model.deepseek import random_latent_folder
 from tests.model.llama import random_folder
-from tests.nodes import Answer, Node, ask, daemon_config, until
+from tests.nodes import Answer, Node, ask, daemon_config, logged_length, until
 from tests.processes import die_with_parent
 from tests.vllm.forked import ForkedServers
 from tests.vllm.servers import ROOT, LoggedSession, VllmServer, logged_session, vllm_python
@@ -267,6 +267,7 @@ class Fleet:
             self._answers[session] = self.serving(on).answer(session, prompt, count)
             turn = self.node(on).server.last_turn(session)
             assert turn["logged"], f"{on} served {session} unlogged: see its daemon's turn_unlogged"
+            self.wait_rows(session, turn["length"])
             assert turn["digests"] == self.logged(session).digests(turn["length"])
         return self._answers[session], self.logged(session)
 
@@ -278,6 +279,15 @@ class Fleet:
         self._forks = self._forks or ForkedServers(vllm_python(), ROOT, self.folder)
         for node in self._nodes.values():
             node.server.forks = self._forks
+
+    def wait_rows(self, session: str, rows: int) -> None:
+        """Wait until the daemon has brought so many rows of a session from the ring to the log."""
+        log = self.folder / "log"
+        until(
+            lambda: logged_length(log, session) >= rows,
+            seconds=20,
+            what=f"{rows} rows of {session} in the log",
+        )
 
     def logged(self, session: str) -> LoggedSession:
         """A session as the log has it."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.nodes import logged_length, until
+from tests.nodes import until
 from tests.vllm.copies import copy_whole_and_damaged
 from tests.vllm.fleet import DRAFTS, LOST_SECONDS, TAKE_OVER, Pace, Row, prompt_of, stock_client
 
@@ -32,8 +32,7 @@ def assert_bytes(fleet: Fleet, node: VllmNode, session: str, turns: int = 1) -> 
     """
     turn = node.server.last_turn(session, turns)
     length = turn["length"]
-    log = fleet.folder / "log"
-    until(lambda: logged_length(log, session) >= length, seconds=20, what=f"{length} rows of {session}")
+    fleet.wait_rows(session, length)
     logged = fleet.logged(session)
     assert 0 <= logged.rows - length <= (DRAFTS if node.name == "c" else 0)
     assert turn["tokens"] == logged.tokens[:length]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.model.deepseek import LATENT, ROTARY
-from tests.nodes import until
 from tests.vllm.copies import copy_whole_and_damaged
 from tests.vllm.fleet import TAKE_OVER, Row, prompt_of
 
@@ -52,11 +51,11 @@ def test_second_turn_of_a_latent_session_loads_the_first(fleet: Fleet) -> None:
     node = fleet.serving("d")
     expected, undisturbed = fleet.undisturbed(prompt, 100, on="d")
     node.answer("latent-turns", prompt, 60)
-    _wait_logged(fleet, "latent-turns", len(prompt) + 59)
+    fleet.wait_rows("latent-turns", len(prompt) + 59)
     answer = node.answer("latent-turns", [*prompt, *expected[:60]], 40)
     assert len(prompt) + 59 == _loaded(fleet, node, "latent-turns", 2)
     assert expected[60:] == answer
-    _wait_logged(fleet, "latent-turns", len(prompt) + 99)
+    fleet.wait_rows("latent-turns", len(prompt) + 99)
     assert undisturbed.digests(len(prompt) + 99) == fleet.logged("latent-turns").digests(len(prompt) + 99)
     node.answer("latent-turns", [*prompt, *expected, 7, 8, 9], 40)
     assert len(prompt) + 99 == _loaded(fleet, node, "latent-turns", 3)
@@ -72,7 +71,7 @@ def test_flipped_byte_in_a_latent_log_is_refused_and_computed(fleet: Fleet) -> N
     prompt = prompt_of("test_flipped_byte_in_a_latent_log_is_refused_and_computed")
     expected, undisturbed = fleet.undisturbed(prompt, 100, on="d")
     fleet.serving("d").answer("latent-origin", prompt, 60)
-    _wait_logged(fleet, "latent-origin", len(prompt) + 59)
+    fleet.wait_rows("latent-origin", len(prompt) + 59)
     start = asyncio.run(copy_whole_and_damaged(fleet.log_url, "latent-origin"))
     known = [*prompt, *expected[:60]]
     node = fleet.serving("e")
@@ -91,15 +90,10 @@ def test_flipped_byte_in_a_latent_log_is_refused_and_computed(fleet: Fleet) -> N
         )
 
 
-def _wait_logged(fleet: Fleet, session: str, rows: int) -> None:
-    """A turn ends before its last rows are in the log: what comes next must find them."""
-    until(lambda: fleet.logged(session).rows >= rows, seconds=60, what=f"{rows} rows of {session} in the log")
-
-
 def _loaded(fleet: Fleet, node: VllmNode, session: str, turns: int = 1) -> int:
     """Rows that a turn put into blocks, once the log has all of it: what was loaded and logged, byte for byte."""
     turn = node.server.last_turn(session, turns)
-    _wait_logged(fleet, session, turn["length"])
+    fleet.wait_rows(session, turn["length"])
     logged = fleet.logged(session)
     assert (turn["length"], turn["tokens"]) == (logged.rows, logged.tokens)
     assert turn["sure_digests"] == logged.digests(logged.rows, turn["sure_from"])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.nodes import logged_length, until
 from tests.vllm.copies import copy_whole_and_damaged
 from tests.vllm.fleet import TAKE_OVER, Row, prompt_of
 from tests.vllm.test_vllm_ranks import RANKS, warmed
@@ -92,11 +91,7 @@ def _turns(
 ) -> list[dict[str, Any]]:
     """A turn as each rank has it, once the log has all of it: what was loaded and logged, byte for byte, on each."""
     said = [node.server.last_turn(session, count, rank) for rank in ranks]
-    until(
-        lambda: logged_length(fleet.folder / "log", session) >= said[0]["length"],
-        seconds=20,
-        what=f"{said[0]['length']} rows of {session}",
-    )
+    fleet.wait_rows(session, said[0]["length"])
     logged = fleet.logged(session)
     for turn in said:
         assert (turn["length"], turn["tokens"]) == (logged.rows, logged.tokens)

@@ -12,7 +12,7 @@ import pytest
 
 from kvlog.checksums import checksum
 from tests.model.llama import random_folder
-from tests.nodes import Node, ask, daemon_config, last, logged_length, until
+from tests.nodes import Node, ask, daemon_config, last
 from tests.processes import die_with_parent
 from tests.vllm.copies import copy_damaged
 from tests.vllm.fleet import TAKE_OVER, Row, prompt_of
@@ -31,8 +31,7 @@ RANKS = (0, 1)
 def assert_bytes(fleet: Fleet, node: VllmNode, session: str, turns: int = 1) -> list[dict[str, Any]]:
     """Each rank's blocks hold its shard of the log, all of it; the turn as each rank has it."""
     said = [node.server.last_turn(session, turns, rank) for rank in RANKS]
-    log, length = fleet.folder / "log", said[0]["length"]
-    until(lambda: logged_length(log, session) >= length, seconds=20, what=f"{length} rows of {session}")
+    fleet.wait_rows(session, said[0]["length"])
     for rank, turn in zip(RANKS, said, strict=True):
         logged = logged_session(fleet.log_url, session, fleet.folder, rank)
         assert (turn["length"], turn["tokens"]) == (logged.rows, logged.tokens), f"rank {rank}"

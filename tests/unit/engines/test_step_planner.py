@@ -125,12 +125,12 @@ def test_request_with_little_to_compute_does_not_wait_and_is_followed():
     one = planner(compute_tokens=16)
     one.add(NewRequest("r", TURN, list(range(48)), named=True))
     assert 0 == one.matched("r", 32, 0.0)
+    one.take(ready(40, start=32))
+    assert 0 == one.matched("r", 32, 0.0), "nothing is loaded, whatever the daemon has"
     one.allocated("r", [4, 5, 6], 0)
     plan = one.plan([Scheduled("r", 32, 16, [4, 5, 6], anew=True)], ())
     assert [FIRST] == [ask.key for ask in plan.opens]
     assert ((), (RowsAt(FIRST, (4, 5, 6), True, (), 48),)) == (plan.loads, plan.rows)
-    one.take(ready(40, start=32))
-    assert 0 == one.matched("other", 0, 0.0)
 
 
 @pytest.mark.parametrize("many", [17, 1000])
