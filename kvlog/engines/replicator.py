@@ -222,7 +222,13 @@ class Replicator:
         counts.hook_seconds_max = max(counts.hook_seconds_max, seconds)
 
     def close_turn(
-        self, handle: TurnHandle, cache: RowCache, tokens: Sequence[int], *, until: float | None = None
+        self,
+        handle: TurnHandle,
+        cache: RowCache,
+        tokens: Sequence[int],
+        *,
+        until: float | None = None,
+        forget: bool = False,
     ) -> None:
         """Write what is behind the cursor as long as there is time, then end the turn; the cache is free after it.
 
@@ -234,8 +240,11 @@ class Replicator:
             cache: its rows.
             tokens: its ids, at least as many as rows.
             until: monotonic seconds; in the past: end at the cursor, without waiting. None: `close_seconds` from now.
+            forget: the session ends with its turn, also where that opens later only: nobody can name it. Another
+                node's session is left alone.
         """
         turn = handle.turn
+        turn.forget_when_opened = forget
         turn.follow(tokens)
         try:
             self._drain(turn, cache, time.monotonic() + self.close_seconds if until is None else until)
@@ -248,6 +257,8 @@ class Replicator:
             self.counts.turns_cut += rows_behind((logged.cursor, cache, tokens)) > 0
             logged.link.turns.pop(logged.cursor.turn, None)
             logged.link.client.send(CloseTurn(logged.cursor.turn, Position(logged.cursor.position)))
+        if forget and handle.was_logged and not handle.fenced.is_set():
+            self.forget(turn.request.session)
 
     def forget(self, session: SessionId) -> None:
         """End a session everywhere, if there is a daemon to tell; else it ends by its time to live."""

@@ -165,7 +165,8 @@ class StepLoop:
         try:
             attached = handle.load_into(cache)
         except BaseException:  # no memory for it: the turn must not stay open for a request that has failed
-            self._replicator.close_turn(handle, cache, generation.tokens, until=opened)
+            forget = not session.named
+            self._replicator.close_turn(handle, cache, generation.tokens, until=opened, forget=forget)
             raise
         return RunningJob(
             job,
@@ -202,10 +203,8 @@ class StepLoop:
             self._free_closers.release()
 
     def _close(self, running: RunningJob, until: float) -> None:
-        session, handle = running.job.session, running.handle
-        self._replicator.close_turn(handle, running.cache, running.job.generation.tokens, until=until)
-        if not session.named and handle.was_logged and not handle.fenced.is_set():
-            self._replicator.forget(session.session)
+        tokens, forget = running.job.generation.tokens, not running.job.session.named
+        self._replicator.close_turn(running.handle, running.cache, tokens, until=until, forget=forget)
 
     def _leave(self) -> None:
         """Give a place back."""

@@ -367,11 +367,9 @@ class StepWorker:
         self._unstage(entry)
         if entry.pending is not None:
             handle = entry.handle or entry.pending.settle()
-            handle.turn.forget_when_opened = forget = close is not None and close.forget
-            self._replicator.close_turn(handle, entry.rows, entry.tokens, until=now)
+            forget = close is not None and close.forget
+            self._replicator.close_turn(handle, entry.rows, entry.tokens, until=now, forget=forget)
             self._remember(entry, handle.epoch, now)
-            if forget and handle.was_logged and not handle.fenced.is_set():
-                self._replicator.forget(entry.ask.request.session)
         entry.rows.close()
         if close is not None and close.held:
             self._released.add(close.held)

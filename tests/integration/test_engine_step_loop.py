@@ -132,6 +132,27 @@ def test_loop_forgets_only_what_the_log_may_hold(tmp_path):
         assert ["refused: None"] == running.daemon.forgotten
 
 
+def test_loop_forgets_a_nameless_session_that_is_opened_after_its_answer(tmp_path):
+    """The daemon's answer comes when nobody is left to close the turn by its request: the session ends with it."""
+    knobs = Knobs(answer_after=0.5)
+    with (
+        FakeDaemon.running(tmp_path / "s", knobs) as running,
+        looping(
+            tmp_path / "s",
+            wait_seconds=0.01,
+            replicator={"close_seconds": 0.05, "answer_seconds": 0.01},
+        ) as engine,
+    ):
+        engine.submit(asked := ask("late", tokens=2, named=False))
+        wait_for(asked.has_ended)
+        assert not running.daemon.turns
+        wait_for(lambda: running.daemon.forgotten)
+        assert (["late"], [0]) == (
+            running.daemon.forgotten,
+            [turn.closed_at for turn in running.daemon.turns.values()],
+        )
+
+
 def test_loop_whose_hook_fails_goes_on_without_the_log(tmp_path, monkeypatch):
     """What goes wrong while rows are copied costs the link, is counted, and costs no answer."""
     copy = SyntheticCache.copy_rows

@@ -1,8 +1,9 @@
 """How long the connector's calls take inside vLLM's worker, and what a long one was made of.
 
 Wall time alone says little on a machine that has more to do than cores: a call that was made to wait for a core is as
-long as one that worked. So each call's processor time is taken too, and of a long one what the kernel says of its
-thread: time in the queue for a core, page faults, switches; and Python's garbage collections, which can hit any line.
+long as one that worked. So each call's own time is taken too: what it computed, and what it slept, for a lock, for
+Python's interpreter lock, for anything else that it asked for. What is left out is the kernel's time in the queue for a
+core, and Python's garbage collections, which can hit any line. Page faults and switches of a long call are kept.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _KEPT: Final = 40
 
 
 class CallTimes:
-    """The longest of each call: `longest_ms` wall time, `busy_ms` processor time without collections. One thread."""
+    """The longest of each call: `longest_ms` wall time, `own_ms` without the queue and collections. One thread."""
 
     def __init__(self) -> None:
         self.longest_ms: dict[str, float] = {}
-        self.busy_ms: dict[str, float] = {}
+        self.own_ms: dict[str, float] = {}
         self.calls = 0
         self._long: list[dict[str, Any]] = []
         self._collected = 0.0
@@ -46,17 +47,18 @@ class CallTimes:
             wall_ms = 1000 * (time.perf_counter() - wall)
             collected_ms = 1000 * (self._collected - collected)
             busy_ms = max(0.0, 1000 * (time.thread_time() - busy) - collected_ms)
+            queued_ms, counts = _queued_ms() - queued, _since(before)
+            own_ms = max(busy_ms, wall_ms - queued_ms - collected_ms) if counts["waits"] else busy_ms
             self.calls += 1
             self.longest_ms[name] = max(self.longest_ms.get(name, 0.0), wall_ms)
-            self.busy_ms[name] = max(self.busy_ms.get(name, 0.0), busy_ms)
-            if max(wall_ms, busy_ms) > _LONG_MS:
-                counts = dict(zip(("faults", "waits", "preempted"), _since(before), strict=True))
-                said = {"call": name, "wall_ms": wall_ms, "busy_ms": busy_ms, "collected_ms": collected_ms}
-                self._keep({**said, "queued_ms": _queued_ms() - queued, **counts})
+            self.own_ms[name] = max(self.own_ms.get(name, 0.0), own_ms)
+            if max(wall_ms, own_ms) > _LONG_MS:
+                said = {"call": name, "wall_ms": wall_ms, "own_ms": own_ms, "busy_ms": busy_ms}
+                self._keep({**said, "collected_ms": collected_ms, "queued_ms": queued_ms, **counts})
 
     def told(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        return {"calls": self.calls, "busy_ms": self.busy_ms, "long": self._long}
+        return {"calls": self.calls, "own_ms": self.own_ms, "long": self._long}
 
     def _keep(self, call: dict[str, Any]) -> None:
         """The longest ones."""
@@ -72,13 +74,13 @@ class CallTimes:
             self._collected += now - self._collecting_since
 
 
-def _usage() -> tuple[int, int, int]:
+def _usage() -> dict[str, int]:
     usage = resource.getrusage(resource.RUSAGE_THREAD)
-    return usage.ru_minflt, usage.ru_nvcsw, usage.ru_nivcsw
+    return {"faults": usage.ru_minflt, "waits": usage.ru_nvcsw, "preempted": usage.ru_nivcsw}
 
 
-def _since(before: tuple[int, int, int]) -> list[int]:
-    return [now - then for now, then in zip(_usage(), before, strict=True)]
+def _since(before: dict[str, int]) -> dict[str, int]:
+    return {name: now - before[name] for name, now in _usage().items()}
 
 
 def _queued_ms() -> float:

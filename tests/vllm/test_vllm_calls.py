@@ -13,8 +13,8 @@ from tests.vllm.fleet import Fleet, VllmNode, prompt_of
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 CALL_MS_MAX = 5.0
-"""Of processor time in any one call of the connector in the worker, without Python's garbage collections. Wall time is
-printed and not asserted: a machine with more threads than cores can make it anything."""
+"""Of any one call's own time, computing and sleeping (tests.vllm.call_times). Wall time is printed and not asserted: it
+has the queue for a core in it too, which a machine with more threads than cores can make anything."""
 
 STREAMS, TOKENS, KILL_AT = 4, 3400, (150, 1700)
 
@@ -57,9 +57,9 @@ def test_no_call_takes_long_while_the_daemon_is_killed_under_load(fleet: Fleet) 
     worst = "; ".join(
         str({name: _short(value) for name, value in call.items()}) for call in times["long"][:8]
     )
-    fleet.notes.append(f"{times['calls']} calls, longest processor time, ms: {_all_short(times['busy_ms'])}")
+    fleet.notes.append(f"{times['calls']} calls, longest own time, ms: {_all_short(times['own_ms'])}")
     fleet.notes.append(f"longest wall time, ms: {_all_short(turn['longest_ms'])}; of these: {worst}")
-    assert max(times["busy_ms"].values()) < CALL_MS_MAX, worst
+    assert max(times["own_ms"].values()) < CALL_MS_MAX, worst
 
 
 def _connects(node: VllmNode) -> int:
