@@ -18,8 +18,7 @@ CALL_MS_MAX = 5.0
 has the queue for a core in it too, which a machine with more threads than cores can make anything."""
 
 LONGER_MAX = 2
-"""Of some 17,000 calls. A step rings the daemon's bell, and to wake the other core of a virtual machine is an exit to
-its host, which is counted as the caller's computing: 9.6 ms at the most, in two of twenty runs, once each."""
+"""Of some 17,000 calls: docs/vllm.md, What a step costs. In two of twenty runs there was one, of 9.6 ms at the most."""
 
 STREAMS, TOKENS, KILL_AT = 4, 3400, (150, 1700)
 
