@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -17,10 +17,9 @@ CALL_MS_MAX = 5.0
 """Of any one call's own time, computing and sleeping (tests.vllm.call_times). Wall time is printed and not asserted: it
 has the queue for a core in it too, which a machine with more threads than cores can make anything."""
 
-LONGER_MAX = 2
-"""Of some 17,000 calls: docs/vllm.md, What a step costs. In two of twenty runs there was one, of 9.6 ms at the most."""
-
 STREAMS, TOKENS, KILL_AT = 4, 3400, (150, 1700)
+AFTER_MAX = 300
+"""Short answers, a minute of them: a link is tried for at least every two seconds."""
 
 
 def test_no_call_takes_long_while_the_daemon_is_killed_under_load(fleet: Fleet) -> None:
@@ -47,35 +46,32 @@ def test_no_call_takes_long_while_the_daemon_is_killed_under_load(fleet: Fleet) 
             node.daemon.launch_daemon()
             node.daemon.wait_log()
 
-    connects = _connects(node, "calls-before")
+    connects = _ended_turn(node, "calls-before")["replicator"]["connects"]
     with ThreadPoolExecutor(STREAMS) as pool:
         answers = [pool.submit(stream, index) for index in range(STREAMS)]
         kill()  # here: a daemon dies with the thread that started it
         for answer in answers:
             answer.result()
     assert dict.fromkeys(range(STREAMS), TOKENS) == shown
-    names = (f"calls-after-{index}" for index in itertools.count())
-
-    def is_back() -> bool:
-        return _connects(node, next(names)) >= connects + len(KILL_AT)
-
-    until(is_back, seconds=60, what="a link to the last daemon")
-    turn = node.server.newest_turn()
-    assert turn is not None
+    for asked in range(AFTER_MAX):  # the answers may be over before the link to the last daemon is there
+        turn = _ended_turn(node, f"calls-after-{asked}")
+        if turn["replicator"]["connects"] >= connects + len(KILL_AT):
+            break
+    else:
+        pytest.fail("no link to the last daemon")
     times = turn["call_times"]
     worst = "; ".join(
         str({name: _short(value) for name, value in call.items()}) for call in times["long"][:8]
     )
     fleet.notes.append(f"{times['calls']} calls, longest own time, ms: {_all_short(times['own_ms'])}")
     fleet.notes.append(f"longest wall time, ms: {_all_short(turn['longest_ms'])}; of these: {worst}")
-    longer = [call for call in times["long"] if call["own_ms"] >= CALL_MS_MAX]
-    assert len(longer) <= LONGER_MAX, worst
+    assert max(times["own_ms"].values()) < CALL_MS_MAX, worst
 
 
-def _connects(node: VllmNode, session: str) -> int:
-    """Links that its engine has had by now: the end of a turn says so."""
+def _ended_turn(node: VllmNode, session: str) -> dict[str, Any]:
+    """What its engine says at the end of a short answer."""
     node.answer(session, prompt_of(session), 5)
-    return int(node.server.last_turn(session)["replicator"]["connects"])
+    return node.server.last_turn(session)
 
 
 def _short(value: float | str) -> float | str:
